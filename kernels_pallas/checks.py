@@ -1,0 +1,82 @@
+"""Shape rules shared by the three ops; they run while tracing, so a step pays nothing."""
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float, Int, Shaped
+
+from lorajax.kernels_pallas.routing import Routing
+from lorajax.kernels_pallas.weights import LoraWeights
+
+Layer = int | Int[Array, ""]
+
+
+def check_delta(x: Shaped[Array, "..."], weights: LoraWeights, routing: Routing) -> None:
+    """Checks x, the slots and the routing against each other.
+
+    Raises:
+        ValueError: A shape differs; the message gives the rule, both shapes and the remedy.
+    """
+    d_in = weights.A.shape[-1]
+    if x.ndim != 2 or x.shape[1] != d_in:
+        raise ValueError(
+            f"x must be [T, d_in] with d_in = {d_in}; got {x.shape}; "
+            "flatten the leading axes, or pass the slots of the target that x feeds"
+        )
+    if routing.num_tokens != x.shape[0]:
+        raise ValueError(
+            f"routing must cover the T = {x.shape[0]} tokens of x; got {routing.num_tokens}; "
+            "build it from a token_row with one entry for each row of x"
+        )
+    if routing.num_slots != weights.num_slots:
+        raise ValueError(
+            f"row_weights must have one column for each of the S = {weights.num_slots} slots; "
+            f"got {routing.num_slots}; use the row_weights of a lease on this state"
+        )
+
+
+def check_layer(layer: Layer, num_layers: int) -> None:
+    """Checks a layer index that is known while tracing. JAX itself would clamp it.
+
+    Raises:
+        IndexError: `layer` is an int outside [0, L).
+    """
+    if isinstance(layer, int) and not 0 <= layer < num_layers:
+        raise IndexError(f"layer must be in [0, {num_layers}); got {layer}; count layers from 0")
+
+
+def check_base(w: Shaped[Array, "..."], weights: LoraWeights) -> None:
+    """Checks a base weight `[d_in, d_out]` or `[L, d_in, d_out]` against the slots.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    want = (weights.A.shape[-1], weights.B.shape[-1])
+    if w.ndim not in (2, 3) or tuple(w.shape[-2:]) != want:
+        raise ValueError(
+            f"w must be [d_in, d_out] = {list(want)}, or that with a leading layer axis; got "
+            f"{w.shape}; transpose a [d_out, d_in] weight once, when loading it"
+        )
+
+
+def choose(implementations: Sequence[str], implementation: str | None) -> str:
+    """The implementation to run: the one that was asked for, else the best for the platform.
+
+    Raises:
+        ValueError: The name is unknown, or has no kernel for the platform.
+    """
+    if implementation is None:
+        return "xla"
+    if implementation not in implementations:
+        raise ValueError(
+            f"implementation must be one of {list(implementations)} on "
+            f"{jax.default_backend()}; got {implementation!r}; leave it out for the default"
+        )
+    return implementation
+
+
+def take_layer(array: Float[Array, "L ..."], layer: Layer) -> Float[Array, "..."]:
+    """`array[layer]`; free where L is 1, else a slice (a copy, for a plain XLA product)."""
+    if array.shape[0] == 1 and isinstance(layer, int):
+        return array.reshape(array.shape[1:])
+    return jax.lax.dynamic_index_in_dim(array, layer, axis=0, keepdims=False)

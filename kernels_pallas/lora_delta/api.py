@@ -1,0 +1,39 @@
+"""`lora_delta`: the sum of a token's adapters, without the base product."""
+
+from jaxtyping import Array, Float
+
+from lorajax.kernels_pallas.checks import Layer, check_delta, check_layer, choose
+from lorajax.kernels_pallas.lora_delta import xla
+from lorajax.kernels_pallas.routing import Routing
+from lorajax.kernels_pallas.weights import LoraWeights
+
+IMPLEMENTATIONS = {"xla": xla.lora_delta}
+
+
+def lora_delta(
+    x: Float[Array, "T d_in"],
+    weights: LoraWeights,
+    routing: Routing,
+    *,
+    layer: Layer = 0,
+    implementation: str | None = None,
+) -> Float[Array, "T d_out"]:
+    """Computes `((x Aᵀ) ⊙ W) B` for one target and layer.
+
+    Args:
+        x: `[T, d_in]`, the input of the target.
+        weights: Slots of the target.
+        routing: Routing of the step.
+        layer: Index into the layer axis of `weights`; may be traced.
+        implementation: Name of a kernel, or None for the best one here.
+
+    Returns:
+        `f32[T, d_out]`; exact zeros in the rows of base tokens.
+
+    Raises:
+        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+    """
+    check_delta(x, weights, routing)
+    check_layer(layer, weights.A.shape[0])
+    kernel = IMPLEMENTATIONS[choose(tuple(IMPLEMENTATIONS), implementation)]
+    return kernel(x, weights, routing, layer=layer)

@@ -1,0 +1,33 @@
+"""The slot arrays of one target, as every kernel takes them."""
+
+from dataclasses import dataclass, field
+
+import jax
+from jaxtyping import Array, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LoraWeights:
+    """Slots of one target for L layers (L is 1 where each layer has its own arrays).
+
+    Features are minor: one slot's slice is a contiguous `R x d` block, so a pack of slots is a few
+    copies, and no axis is padded to the 128 lanes of a TPU.
+
+    Attributes:
+        A: `[L, S, G, R, d_in]`. Shrink factors, one block for each slice of a merged target.
+        B: `[L, S, R, d_out]`, always finite. The columns of slice g use only the rows of A's slice g.
+        scale: `f32[L, S, G, R]`. alpha/r (or alpha/sqrt(r)) of the module in that slot; NaN marks a
+            row whose B was not finite, so that the fault stays with the adapter's own tokens.
+        slices: Widths of the G slices of d_out.
+    """
+
+    A: Float[Array, "L S G R d_in"]
+    B: Float[Array, "L S R d_out"]
+    scale: Float[Array, "L S G R"]
+    slices: tuple[int, ...] = field(metadata={"static": True})
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.A.shape[1]

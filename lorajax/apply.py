@@ -1,0 +1,97 @@
+"""The three ops on a state: they find a layer's arrays and call the kernels."""
+
+import jax
+from jaxtyping import Array, Float
+
+from lorajax import kernels_pallas as kernels
+from lorajax.kernels_pallas import Routing
+from lorajax.state import TargetSlots
+
+Layer = int | jax.Array
+
+
+def lora_delta(
+    x: Float[Array, "T d_in"],
+    slots: TargetSlots,
+    routing: Routing,
+    *,
+    layer: Layer,
+    implementation: str | None = None,
+) -> Float[Array, "T d_out"]:
+    """The adapters' part alone: `((x Aᵀ) ⊙ W) B`.
+
+    Args:
+        x: `[T, d_in]`, the input of the target.
+        slots: The target's slots, `state["self_attn.o_proj"]`.
+        routing: From `make_routing`, once a step.
+        layer: Layer of the model; may be traced if the spec stacks layers.
+        implementation: Name of a kernel, or None for the best one here.
+
+    Returns:
+        `f32[T, d_out]`; exact zeros in the rows of base tokens.
+
+    Raises:
+        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+    """
+    weights, index = slots.at(layer)
+    return kernels.lora_delta(x, weights, routing, layer=index, implementation=implementation)
+
+
+def add_lora(
+    y: Float[Array, "T d_out"],
+    x: Float[Array, "T d_in"],
+    slots: TargetSlots,
+    routing: Routing,
+    *,
+    layer: Layer,
+    implementation: str | None = None,
+) -> Float[Array, "T d_out"]:
+    """Adds the adapters' part to a base product y that somebody else computed from x.
+
+    Args:
+        y: `[T, d_out]`, any float dtype.
+        x: `[T, d_in]`, the input of the target.
+        slots: The target's slots, `state["self_attn.o_proj"]`.
+        routing: From `make_routing`, once a step.
+        layer: Layer of the model; may be traced if the spec stacks layers.
+        implementation: Name of a kernel, or None for the best one here.
+
+    Returns:
+        `[T, d_out]` in y's dtype; rows of base tokens are bit-equal to y.
+
+    Raises:
+        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+    """
+    weights, index = slots.at(layer)
+    return kernels.add_lora(y, x, weights, routing, layer=index, implementation=implementation)
+
+
+def lora_linear(
+    x: Float[Array, "T d_in"],
+    w: Float[Array, "*L d_in d_out"],
+    slots: TargetSlots,
+    routing: Routing,
+    *,
+    layer: Layer,
+    implementation: str | None = None,
+) -> Float[Array, "T d_out"]:
+    """The base product and the adapters' part: `x w + ((x Aᵀ) ⊙ W) B`.
+
+    Args:
+        x: `[T, d_in]`, the input of the target.
+        w: `[d_in, d_out]`, the base weight of this layer, or `[L, d_in, d_out]` with all of them.
+        slots: The target's slots, `state["self_attn.o_proj"]`.
+        routing: From `make_routing`, once a step.
+        layer: Layer of the model; may be traced if the spec stacks layers.
+        implementation: Name of a kernel, or None for the best one here.
+
+    Returns:
+        `[T, d_out]` in the dtype of `x @ w`. With `xla`, rows of base tokens are bit-equal to it.
+
+    Raises:
+        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+    """
+    weights, index = slots.at(layer)
+    return kernels.lora_linear(
+        x, w, weights, routing, layer=index, base_layer=layer, implementation=implementation
+    )

@@ -1,0 +1,122 @@
+"""Targets of the Hugging Face decoder families, read from a `config.json`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lorajax.errors import SpecError
+from lorajax.target import Target
+
+#: Families with Llama's module names and its order of products.
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+
+_FUSED = (
+    ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a spec takes from a model's config."""
+
+    targets: tuple[Target, ...]
+    num_layers: int
+    dtype: str
+    fused: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def load_config(config: object) -> Mapping[str, Any]:
+    """A model config as a mapping.
+
+    Args:
+        config: A folder with a `config.json`, the path of one, a mapping, or an object with a
+            `to_dict` method.
+
+    Raises:
+        SpecError: It is none of these, or the file cannot be read.
+    """
+    if isinstance(config, Mapping):
+        return config
+    to_dict = getattr(config, "to_dict", None)
+    if to_dict is not None:
+        return to_dict()
+    if not isinstance(config, str | Path):
+        raise SpecError(
+            "config must be a model folder, a config.json, a mapping or a config object; got "
+            f"{type(config).__name__}; pass the folder of the model"
+        )
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"a model config must be readable JSON; got {error} for {path}; pass the folder that "
+            "holds the model's config.json"
+        ) from error
+
+
+def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Family:
+    """The targets of a model, from its config.
+
+    Args:
+        config: See `load_config`.
+        targets: Module names to keep ("q_proj" or "self_attn.q_proj"), or None for all.
+        merged: One target for q|k|v and one for gate|up.
+
+    Raises:
+        SpecError: The family is not known, a size is missing, or a target is not a module.
+    """
+    cfg = load_config(config)
+    if cfg.get("model_type") not in LLAMA_LIKE:
+        raise SpecError(
+            f"model_type must be one of {list(LLAMA_LIKE)}; got {cfg.get('model_type')!r}; "
+            "for another architecture write its Targets by hand: LoraSpec(targets=(Target(...),))"
+        )
+    try:
+        hidden, inner = int(cfg["hidden_size"]), int(cfg["intermediate_size"])
+        heads, layers = int(cfg["num_attention_heads"]), int(cfg["num_hidden_layers"])
+    except KeyError as error:
+        raise SpecError(
+            f"config.json must have {error}; got keys {sorted(cfg)}; pass the base model's config"
+        ) from error
+    head_dim = int(cfg.get("head_dim") or hidden // heads)
+    kv = int(cfg.get("num_key_value_heads") or heads) * head_dim
+    q = heads * head_dim
+    groups = (
+        ("self_attn.qkv_proj", hidden, "column", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
+        ("self_attn.o_proj", q, "row", {"o_proj": hidden}),
+        ("mlp.gate_up_proj", hidden, "column", {"gate_proj": inner, "up_proj": inner}),
+        ("mlp.down_proj", inner, "row", {"down_proj": hidden}),
+    )
+    keep = _chosen([f"{name.split('.')[0]}.{m}" for name, *_, ms in groups for m in ms], targets)
+    built: list[Target] = []
+    for name, d_in, parallel, widths in groups:
+        block = name.split(".")[0]
+        parts = {f"{block}.{m}": width for m, width in widths.items()}
+        if merged and keep & set(parts):
+            built.append(Target(name, d_in, tuple(parts.values()), tuple(parts), parallel))
+        if not merged:
+            built += [Target(m, d_in, n, (m,), parallel) for m, n in parts.items() if m in keep]
+    modules = {m for t in built for m in t.modules}
+    return Family(
+        targets=tuple(built),
+        num_layers=layers,
+        dtype=str(cfg.get("dtype") or cfg.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        fused=tuple((name, parts) for name, parts in _FUSED if set(parts) <= modules),
+    )
+
+
+def _chosen(modules: list[str], targets: tuple[str, ...] | None) -> set[str]:
+    if targets is None:
+        return set(modules)
+    found = {t: [m for m in modules if m == t or m.endswith("." + t)] for t in targets}
+    unknown = [t for t, hits in found.items() if not hits]
+    if unknown:
+        raise SpecError(
+            f"targets must be among {modules}; got {unknown}; use names of linear layers"
+        )
+    return {m for hits in found.values() for m in hits}

@@ -1,0 +1,241 @@
+"""The slot arrays of all targets, and the compiled functions that write one slot."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lorajax.adapter import Adapter
+from lorajax.errors import SpecError
+from lorajax.kernels_pallas import LoraWeights
+from lorajax.spec import LoraSpec
+from lorajax.target import Target
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TargetSlots:
+    """Slots of one target in all layers.
+
+    Attributes:
+        parts: One `LoraWeights` with all layers, or one with L = 1 for each layer.
+        name: The target's name, for messages.
+    """
+
+    parts: tuple[LoraWeights, ...]
+    name: str = field(metadata={"static": True})
+
+    def at(self, layer: int | jax.Array) -> tuple[LoraWeights, int | jax.Array]:
+        """The arrays that hold a layer, and the layer's index in them.
+
+        Raises:
+            SpecError: `layer` is traced, and each layer has its own arrays.
+            IndexError: There is no such layer.
+        """
+        if len(self.parts) == 1:
+            return self.parts[0], layer
+        if isinstance(layer, jax.core.Tracer):
+            raise SpecError(
+                f"a traced layer index needs stacked layers; got per-layer arrays for {self.name!r};"
+                " build the spec with stack_layers=True, or unroll the loop"
+            )
+        index = int(layer)
+        if not 0 <= index < len(self.parts):
+            raise IndexError(
+                f"layer must be in [0, {len(self.parts)}); got {index} for {self.name!r}; "
+                "count layers from 0"
+            )
+        return self.parts[index], 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LoraState:
+    """All slots: a pytree to pass to a jitted step. `state["self_attn.o_proj"]` is one target's.
+
+    `write_slots` and `clear_slots` donate their input: a state that was passed to them is dead.
+    """
+
+    targets: dict[str, TargetSlots]
+
+    def __getitem__(self, name: str) -> TargetSlots:
+        try:
+            return self.targets[name]
+        except KeyError:
+            raise SpecError(
+                f"a target must be one of {list(self.targets)}; got {name!r}; "
+                "use a name of the spec the state was made from"
+            ) from None
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return next(iter(self.targets.values())).parts[0].num_slots
+
+
+def abstract_state(spec: LoraSpec) -> LoraState:
+    """The state as `jax.ShapeDtypeStruct` leaves: shapes, shardings and checkpoints start here."""
+    count, L = (1, spec.num_layers) if spec.stack_layers else (spec.num_layers, 1)
+
+    def weights(target: Target) -> LoraWeights:
+        S, R, G = spec.num_slots, spec.slot_rank, len(target.slices)
+        dtype = np.dtype(spec.dtype)
+        return LoraWeights(
+            A=_struct((L, S, G, R, target.d_in), dtype),
+            B=_struct((L, S, R, sum(target.slices)), dtype),
+            scale=_struct((L, S, G, R), np.dtype(np.float32)),
+            slices=target.slices,
+        )
+
+    return LoraState({t.name: TargetSlots((weights(t),) * count, t.name) for t in spec.targets})
+
+
+def _struct(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def init_state(spec: LoraSpec, shardings: Any = None) -> LoraState:
+    """Makes a state with every slot zero.
+
+    Args:
+        spec: The slots.
+        shardings: A `LoraState` of shardings (`lorajax.sharding.state_shardings`), or None for the
+            default device.
+    """
+    shapes = abstract_state(spec)
+
+    def zeros() -> LoraState:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=shardings)()
+
+
+def write_slots(state: LoraState, slots: Sequence[int], adapter: Adapter) -> LoraState:
+    """Writes an adapter into its slots: whole slots, all targets, zeros where it has nothing.
+
+    One asynchronous dispatch a slot, of one compiled function: neither rank, targets nor slot
+    compile anew. Where B is not finite, its row is stored as zeros and the row's scale as NaN, so
+    that 0 * NaN cannot reach another adapter's tokens.
+
+    Args:
+        state: Donated; use the returned one.
+        slots: One distinct slot for each of `adapter.num_slots`.
+        adapter: From `load_adapter`, packed for the state's spec.
+
+    Returns:
+        The new state.
+
+    Raises:
+        SpecError: The slots or the adapter's shapes do not fit; the state was not touched.
+    """
+    _check_slots(state, slots)
+    if len(slots) != adapter.num_slots:
+        raise SpecError(
+            f"an adapter must get exactly its slots; got {len(slots)} for {adapter.num_slots} "
+            f"(rank {adapter.rank}); pass that many"
+        )
+    updates = [_slot_update(state, adapter, i) for i in range(len(slots))]
+    for slot, update in zip(slots, updates, strict=True):
+        state = _write(state, np.int32(slot), update)
+    return state
+
+
+def clear_slots(state: LoraState, slots: Sequence[int]) -> LoraState:
+    """Zeroes slots.
+
+    Args:
+        state: Donated; use the returned one.
+        slots: Distinct slots.
+
+    Raises:
+        SpecError: A slot is out of range or named twice; the state was not touched.
+    """
+    _check_slots(state, slots)
+    for slot in slots:
+        state = _clear(state, np.int32(slot))
+    return state
+
+
+def _check_slots(state: LoraState, slots: Sequence[int]) -> None:
+    S = state.num_slots
+    if len(set(slots)) != len(slots) or any(not 0 <= int(s) < S for s in slots):
+        raise SpecError(
+            f"slots must be distinct and in [0, {S}); got {list(slots)}; take free ones of the pool"
+        )
+
+
+def _slot_update(state: LoraState, adapter: Adapter, index: int) -> Mapping[str, Any]:
+    """One slot's data for every target: tuples of parts, `A [L, G, R, d_in]` and so on."""
+    unknown = set(adapter.arrays) - set(state.targets)
+    if unknown:
+        raise SpecError(
+            f"an adapter must be packed for the state's targets; got {sorted(unknown)} besides "
+            f"{list(state.targets)}; load it with the spec of the state"
+        )
+    return {name: _target_update(t, adapter, index) for name, t in state.targets.items()}
+
+
+def _target_update(target: TargetSlots, adapter: Adapter, index: int) -> tuple[Any, ...]:
+    packed, layer, parts = adapter.arrays.get(target.name), 0, []
+    for part in target.parts:
+        layers = part.A.shape[0]
+        update = {}
+        for key in ("A", "B", "scale"):
+            leaf = getattr(part, key)
+            shape = (layers, *leaf.shape[2:])
+            if packed is None:
+                update[key] = np.zeros(shape, leaf.dtype)
+                continue
+            update[key] = getattr(packed, key)[index, layer : layer + layers]
+            if update[key].shape != shape or update[key].dtype != leaf.dtype:
+                raise SpecError(
+                    f"an adapter must be packed for the state; got {key} {update[key].dtype}"
+                    f"{list(update[key].shape)} for {leaf.dtype}{list(shape)} of {target.name!r}; "
+                    "load it with the spec of the state"
+                )
+        parts.append(update)
+        layer += layers
+    return tuple(parts)
+
+
+def _set(leaf: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, axis=1)
+
+
+def _write_part(part: LoraWeights, slot: jax.Array, update: dict[str, jax.Array]) -> LoraWeights:
+    B = update["B"]
+    finite = jnp.isfinite(B).all(axis=-1)  # [L, R]
+    scale = jnp.where(finite[:, None, :], update["scale"], jnp.nan)
+    return LoraWeights(
+        A=_set(part.A, slot, update["A"]),
+        B=_set(part.B, slot, jnp.where(finite[..., None], B, 0)),
+        scale=_set(part.scale, slot, scale),
+        slices=part.slices,
+    )
+
+
+@jax.jit(donate_argnums=0)
+def _write(state: LoraState, slot: jax.Array, update: Mapping[str, Any]) -> LoraState:
+    return LoraState(
+        {
+            name: TargetSlots(
+                tuple(
+                    _write_part(part, slot, new)
+                    for part, new in zip(target.parts, update[name], strict=True)
+                ),
+                name,
+            )
+            for name, target in state.targets.items()
+        }
+    )
+
+
+@jax.jit(donate_argnums=0)
+def _clear(state: LoraState, slot: jax.Array) -> LoraState:
+    return jax.tree.map(
+        lambda leaf: _set(leaf, slot, jnp.zeros((leaf.shape[0], *leaf.shape[2:]), leaf.dtype)),
+        state,
+    )

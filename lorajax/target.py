@@ -1,0 +1,47 @@
+"""One adaptable matrix product."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lorajax.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Target:
+    """One matrix product that adapters may change, alike in all layers.
+
+    Attributes:
+        name: Key of the target in a state, for example "self_attn.o_proj".
+        d_in: Input features.
+        d_out: Output features: an int, or the widths of the G slices of a merged target.
+        modules: Path below the layer of the module that each slice stands for in adapter files, for
+            example ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"); by default `name`
+            for one slice.
+        parallel: How tensor parallelism cuts the base product: "column" (d_out) or "row" (d_in).
+    """
+
+    name: str
+    d_in: int
+    d_out: int | tuple[int, ...]
+    modules: tuple[str, ...] = ()
+    parallel: Literal["column", "row"] = "column"
+
+    def __post_init__(self):
+        widths = (self.d_out,) if isinstance(self.d_out, int) else tuple(self.d_out)
+        object.__setattr__(self, "d_out", widths)
+        object.__setattr__(self, "modules", tuple(self.modules) or (self.name,))
+        if self.d_in <= 0 or not widths or min(widths) <= 0:
+            raise SpecError(
+                f"features of a target must be positive; got d_in={self.d_in}, d_out={widths} for "
+                f"{self.name!r}; take them from the base model's weight"
+            )
+        if len(self.modules) != len(widths):
+            raise SpecError(
+                f"a target must name one module for each slice; got {len(self.modules)} for "
+                f"{len(widths)} slices of {self.name!r}; give `modules` in the order of `d_out`"
+            )
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """Widths of the G slices of d_out."""
+        return self.d_out  # pyright: ignore[reportReturnType]  (normalised in __post_init__)

@@ -1,0 +1,1 @@
+"""The only place that says mesh, PartitionSpec and shard_map."""

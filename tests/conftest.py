@@ -1,0 +1,17 @@
+"""Strict settings for every test: 8 CPU devices, no silent promotion of dtypes or ranks."""
+
+import jax
+import pytest
+
+from tests.compiles import CompileCounter
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def compiles():
+    """Counts backend compiles while the test runs: `with compiles.none(): ...`."""
+    with CompileCounter() as counter:
+        yield counter
