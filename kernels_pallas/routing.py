@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from lorajax.kernels_pallas.weights import Leaf
+
 #: Tokens of a block. Up to about this many, computing all tokens for all active slots and masking
 #: is free, because the weights' bytes dominate; beyond it a block's own short list of slots pays.
 MAX_BLOCK = 256
@@ -23,9 +25,9 @@ class Routing:
         block: Tokens in a block; P is ceil(T / block).
     """
 
-    weights: Float[Array, "S T"]
-    active: Int[Array, "P S"]
-    count: Int[Array, "P"]
+    weights: Leaf
+    active: Leaf
+    count: Leaf
     block: int = field(metadata={"static": True})
 
     @property

@@ -1,9 +1,12 @@
 """The slot arrays of one target, as every kernel takes them."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
-from jaxtyping import Array, Float
+
+#: A leaf: an array, or what stands for one in a tree of shapes or shardings.
+Leaf = Any
 
 
 @jax.tree_util.register_dataclass
@@ -16,15 +19,15 @@ class LoraWeights:
 
     Attributes:
         A: `[L, S, G, R, d_in]`. Shrink factors, one block for each slice of a merged target.
-        B: `[L, S, R, d_out]`, always finite. The columns of slice g use only the rows of A's slice g.
+        B: `[L, S, R, d_out]`, always finite. Columns of slice g use only the rows of A's slice g.
         scale: `f32[L, S, G, R]`. alpha/r (or alpha/sqrt(r)) of the module in that slot; NaN marks a
             row whose B was not finite, so that the fault stays with the adapter's own tokens.
         slices: Widths of the G slices of d_out.
     """
 
-    A: Float[Array, "L S G R d_in"]
-    B: Float[Array, "L S R d_out"]
-    scale: Float[Array, "L S G R"]
+    A: Leaf
+    B: Leaf
+    scale: Leaf
     slices: tuple[int, ...] = field(metadata={"static": True})
 
     @property

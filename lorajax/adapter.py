@@ -30,7 +30,7 @@ class Adapter:
 
     Attributes:
         name: For messages.
-        digest: SHA-256 of its configuration and tensors: equal content, equal digest, on every host.
+        digest: SHA-256 of its configuration and tensors; equal content, equal digest on any host.
         rank: Largest rank of a module.
         num_slots: n, slots it takes.
         arrays: For each target it touches, the packed arrays.

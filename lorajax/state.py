@@ -1,8 +1,9 @@
 """The slot arrays of all targets, and the compiled functions that write one slot."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,8 @@ class TargetSlots:
             return self.parts[0], layer
         if isinstance(layer, jax.core.Tracer):
             raise SpecError(
-                f"a traced layer index needs stacked layers; got per-layer arrays for {self.name!r};"
-                " build the spec with stack_layers=True, or unroll the loop"
+                f"a traced layer index needs stacked layers; {self.name!r} has an array a layer; "
+                "build the spec with stack_layers=True, or unroll the loop"
             )
         index = int(layer)
         if not 0 <= index < len(self.parts):
@@ -113,7 +114,7 @@ def init_state(spec: LoraSpec, shardings: Any = None) -> LoraState:
     return jax.jit(zeros, out_shardings=shardings)()
 
 
-def write_slots(state: LoraState, slots: Sequence[int], adapter: Adapter) -> LoraState:
+def write_slots(state: LoraState, slots: Sequence[SupportsIndex], adapter: Adapter) -> LoraState:
     """Writes an adapter into its slots: whole slots, all targets, zeros where it has nothing.
 
     One asynchronous dispatch a slot, of one compiled function: neither rank, targets nor slot
@@ -139,11 +140,11 @@ def write_slots(state: LoraState, slots: Sequence[int], adapter: Adapter) -> Lor
         )
     updates = [_slot_update(state, adapter, i) for i in range(len(slots))]
     for slot, update in zip(slots, updates, strict=True):
-        state = _write(state, np.int32(slot), update)
+        state = _write(state, np.int32(operator.index(slot)), update)
     return state
 
 
-def clear_slots(state: LoraState, slots: Sequence[int]) -> LoraState:
+def clear_slots(state: LoraState, slots: Sequence[SupportsIndex]) -> LoraState:
     """Zeroes slots.
 
     Args:
@@ -155,13 +156,13 @@ def clear_slots(state: LoraState, slots: Sequence[int]) -> LoraState:
     """
     _check_slots(state, slots)
     for slot in slots:
-        state = _clear(state, np.int32(slot))
+        state = _clear(state, np.int32(operator.index(slot)))
     return state
 
 
-def _check_slots(state: LoraState, slots: Sequence[int]) -> None:
+def _check_slots(state: LoraState, slots: Sequence[SupportsIndex]) -> None:
     S = state.num_slots
-    if len(set(slots)) != len(slots) or any(not 0 <= int(s) < S for s in slots):
+    if len(set(slots)) != len(slots) or any(not 0 <= operator.index(s) < S for s in slots):
         raise SpecError(
             f"slots must be distinct and in [0, {S}); got {list(slots)}; take free ones of the pool"
         )

@@ -1,6 +1,7 @@
 """Strict settings for every test: 8 CPU devices, no silent promotion of dtypes or ranks."""
 
 import jax
+import jaxtyping
 import pytest
 
 from tests.compiles import CompileCounter
@@ -15,3 +16,11 @@ def compiles():
     """Counts backend compiles while the test runs: `with compiles.none(): ...`."""
     with CompileCounter() as counter:
         yield counter
+
+
+@pytest.fixture
+def no_shape_hook():
+    """Turns off the annotations' checks, so that a test meets the errors that a user meets."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

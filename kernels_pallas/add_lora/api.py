@@ -39,6 +39,8 @@ def add_lora(
     check_layer(layer, weights.A.shape[0])
     want = (x.shape[0], weights.B.shape[-1])
     if y.shape != want:
-        raise ValueError(f"y must be [T, d_out] = {list(want)}; got {y.shape}; pass the product of x")
+        raise ValueError(
+            f"y must be [T, d_out] = {list(want)}; got {y.shape}; pass the product of x"
+        )
     kernel = IMPLEMENTATIONS[choose(tuple(IMPLEMENTATIONS), implementation)]
     return kernel(y, x, weights, routing, layer=layer)

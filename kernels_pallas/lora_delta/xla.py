@@ -27,7 +27,7 @@ def lora_delta(
         preferred_element_type=jnp.float32,
     ).reshape(T, S, G, R)
     w = routing.weights.T[:, :, None, None]
-    h = jnp.where(w != 0, h * (scale * w), 0.0).astype(x.dtype)
+    h = jnp.where(w != 0, h * (scale[None] * w), 0.0).astype(x.dtype)
 
     B = B.reshape(S * R, -1).astype(x.dtype)
     parts, start = [], 0
