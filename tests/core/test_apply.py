@@ -182,3 +182,34 @@ def test_bad_shapes_are_named(no_shape_hook):
         lj.lora_delta(x, slots, narrow, layer=0)
     with pytest.raises(ValueError, match="implementation"):
         lj.lora_delta(x, slots, routing(), layer=0, implementation="triton")
+
+
+@pytest.mark.parametrize("block", [1, 3, 5])
+def test_blocks_of_tokens_equal_float64(block):
+    """Many slots and several blocks: each block takes its own active slots, in packs."""
+    S, T, R = 40, 13, 8
+    target = lj.Target("qkv", 16, (16, 8, 8), ("q", "k", "v"))
+    spec = lj.LoraSpec((target,), 1, S, R, "float32")
+    rng = np.random.default_rng(7)
+    slots = [rng.choice(S, size=n, replace=False) for n in (0, 1, 3, 20)]
+    row_weights = np.zeros((len(slots), S), np.float32)
+    for row, used in enumerate(slots):
+        row_weights[row, used] = rng.uniform(-1, 1, len(used))
+    token_row = np.array([0, 0, 0, 0, -1, 0, 1, 1, 2, 2, 3, 3, 3], np.int32)
+    state = jax.tree.map(lambda a: normal(rng, *a.shape), lj.init_state(spec))
+    part = state["qkv"].parts[0]
+    x = normal(rng, T, 16)
+
+    @jax.jit
+    def step(x, state, row_weights, token_row):
+        routing = lj.make_routing(row_weights, token_row, block=block)
+        return lj.lora_delta(x, state["qkv"], routing, layer=0)
+
+    got = step(x, state, jnp.asarray(row_weights), jnp.asarray(token_row))
+    W = np.where(token_row[:, None] >= 0, row_weights[token_row], 0)
+    h = np.einsum("td,sgrd->tsgr", np.float64(x), np.float64(part.A[0])) * np.float64(part.scale[0])
+    h *= W[:, :, None, None]
+    cuts = np.split(np.float64(part.B[0]), [16, 24], axis=-1)
+    want = np.concatenate([np.einsum("tsr,srn->tn", h[:, :, g], b) for g, b in enumerate(cuts)], 1)
+    assert rel(got, want) < 1e-5
+    assert not np.asarray(got)[W.any(axis=1) == 0].any()
