@@ -1,28 +1,13 @@
-"""Counts backend compiles through `jax.monitoring`."""
+"""Counts backend compiles in a test."""
 
 import contextlib
 from collections.abc import Iterator
 
-import jax
-
-_EVENT = "/jax/core/compile/backend_compile_duration"
+from lorajax.engine import CompileCounter
 
 
-class CompileCounter:
-    """Number of backend compiles since it was entered, in `count`."""
-
-    def __init__(self):
-        self.count = 0
-
-    def _listen(self, event: str, duration: float, **_: object) -> None:
-        self.count += event == _EVENT
-
-    def __enter__(self):
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listen)
+class CompileCheck(CompileCounter):
+    """A counter that can assert."""
 
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ import jax
 import jaxtyping
 import pytest
 
-from tests.compiles import CompileCounter
+from tests.compiles import CompileCheck
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -14,7 +14,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture
 def compiles():
     """Counts backend compiles while the test runs: `with compiles.none(): ...`."""
-    with CompileCounter() as counter:
+    with CompileCheck() as counter:
         yield counter
 
 
