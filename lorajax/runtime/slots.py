@@ -1,0 +1,48 @@
+"""The device arrays as a picture of the pool: brought up to date slot by slot."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lorajax.adapter import Adapter
+from lorajax.runtime.pool import Pool, Version
+from lorajax.spec import LoraSpec
+from lorajax.state import LoraState, clear_slots, init_state, write_slots
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The state, and what each of its slots holds.
+
+    Attributes:
+        state: The slot arrays.
+        table: As `Pool.table`: for each slot a version and its packed block, or None for zeros.
+    """
+
+    state: LoraState
+    table: tuple[tuple[Version, int] | None, ...]
+
+
+def empty_slots(spec: LoraSpec, shardings: Any = None) -> Slots:
+    """Zeros everywhere. Compiles both writers, so that service compiles nothing."""
+    state = clear_slots(init_state(spec, shardings), [0])
+    nothing = Adapter(name="", digest="", rank=0, num_slots=1, arrays={})
+    return Slots(write_slots(state, [0], nothing), (None,) * spec.num_slots)
+
+
+def sync(slots: Slots, pool: Pool, adapters: Mapping[Version, Adapter]) -> Slots:
+    """Writes and zeroes the slots that differ from the pool's table.
+
+    Args:
+        slots: Its state is donated: if this raises, it is dead.
+        pool: The table to reach.
+        adapters: Host arrays of every resident.
+    """
+    want = pool.table
+    differing = {s: held for s, held in enumerate(want) if slots.table[s] != held}
+    if not differing:
+        return slots
+    state = clear_slots(slots.state, [s for s, held in differing.items() if held is None])
+    for version in sorted({held[0] for held in differing.values() if held is not None}):
+        state = write_slots(state, pool.residents[version].slots, adapters[version])
+    return Slots(state, want)
