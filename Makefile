@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: demo test lint format types package notebook oracle bench docs clean
+.PHONY: demo test lint format types package notebook oracle tpu bench clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,18 @@ test: $(STAMP)
 
 oracle: $(VENV)/.oracle
 	$(BIN)/python -m pytest -q -m oracle
+
+# Compiles every kernel and a whole model step with the real TPU compiler; needs no TPU. libtpu has
+# an environment of its own, since JAX looks for a TPU wherever it is installed.
+tpu: .venv-tpu/.installed
+	JAX_PLATFORMS=cpu .venv-tpu/bin/python -m pytest -n $(WORKERS) -q \
+		tests/kernels/test_tpu_compile.py tests/kernels/test_tpu_model_step.py
+
+.venv-tpu/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/python -m pip install --quiet --upgrade pip
+	.venv-tpu/bin/python -m pip install --quiet --editable ".[test,tpu]"
+	touch $@
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -56,4 +68,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/step.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -94,7 +94,7 @@ def _call(compiled, params, lora, row_weights, tokens: np.ndarray) -> np.ndarray
 
 
 def peft_contestants(folder: Path, adapters: list[Path], names: list[str]) -> Mapping:
-    """transformers alone, and PEFT's mixed batch; nothing where they are not installed."""
+    """Transformers alone, and PEFT's mixed batch; nothing where they are not installed."""
     try:
         import torch
         from peft import PeftModel

@@ -1,9 +1,10 @@
 """Shape rules shared by the three ops; they run while tracing, so a step pays nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from lorajax.kernels_pallas.routing import Routing
 from lorajax.kernels_pallas.weights import LoraWeights
@@ -59,23 +60,63 @@ def check_base(w: Shaped[Array, "..."], weights: LoraWeights) -> None:
         )
 
 
-def choose(implementations: Sequence[str], implementation: str | None) -> str:
-    """The implementation to run: the one that was asked for, else the best for the platform.
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute an op.
+
+    Attributes:
+        run: The function.
+        platform: The JAX backend that takes it by default ("tpu", "gpu"), or None for all.
+        unsupported: From the op's arrays to the reason why `run` cannot take them, or None.
+        default: Whether its platform takes it unasked; False until it was shown there to be right
+            and the fastest.
+    """
+
+    run: Callable[..., Array]
+    platform: str | None
+    unsupported: Callable[..., str | None]
+    default: bool = True
+
+
+def always(*_: object) -> None:
+    """The `unsupported` of an implementation that can run everything."""
+
+
+def choose(
+    table: Mapping[str, Implementation], implementation: str | None, *arrays: object
+) -> Callable[..., Array]:
+    """The implementation to run: the one that was asked for, else the platform's first that can.
+
+    The platform is that of the default backend, since tracing does not know where a function will
+    run: to lower for another one, name the implementation.
+
+    Args:
+        table: Implementations by name, the most wanted first; the last can run everything.
+        implementation: A name, or None.
+        arrays: The op's arrays, for `unsupported`.
 
     Raises:
-        ValueError: The name is unknown, or has no kernel for the platform.
+        ValueError: The name is unknown, or that implementation cannot run this case.
     """
     if implementation is None:
-        return "xla"
-    if implementation not in implementations:
+        here = (None, jax.default_backend())
+        own = (i for i in table.values() if i.default and i.platform in here)
+        return next(i for i in own if not i.unsupported(*arrays)).run
+    if implementation not in table:
         raise ValueError(
-            f"implementation must be one of {list(implementations)} on "
-            f"{jax.default_backend()}; got {implementation!r}; leave it out for the default"
+            f"implementation must be one of {list(table)}; got {implementation!r}; "
+            "leave it out for the default"
         )
-    return implementation
+    reason = table[implementation].unsupported(*arrays)
+    if reason is not None:
+        raise ValueError(
+            f"implementation={implementation!r} must be able to run the case: {reason}; "
+            "change that, or leave the name out for the default"
+        )
+    return table[implementation].run
 
 
-def take_layer(array: Float[Array, "L ..."], layer: Layer) -> Float[Array, "..."]:
+def take_layer(array: Shaped[Array, "L ..."], layer: Layer) -> Shaped[Array, "..."]:
     """`array[layer]`; free where L is 1, else a slice (a copy, for a plain XLA product)."""
     if array.shape[0] == 1 and isinstance(layer, int):
         return array.reshape(array.shape[1:])

@@ -2,7 +2,7 @@
 
     python notebooks/execute.py
 
-Fails if a cell raises, or if a notebook's cells differ from its text (`jupytext --sync` mends that).
+Fails if a cell raises, or if cells differ from the text (`jupytext --sync` mends that).
 """
 
 import sys

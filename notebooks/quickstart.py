@@ -131,13 +131,13 @@ assert not np.array_equal(swapped[2], mixed[2])
 assert np.array_equal(swapped[0], mixed[0])
 assert step._cache_size() == compiled
 print("chat changed, sql did not, nothing was compiled")
-manager.stats
+print(manager.stats)
 
 # %% [markdown]
 # ## What it costs
 #
-# The time of a step for 16 rows against the number of distinct adapters in the batch. The base alone
-# is the dashed line.
+# The time of a step for 16 rows against the number of distinct adapters in the batch. The dashed
+# line is the base alone.
 
 # %%
 many = {f"a{i}": AdapterRecipe(f"a{i}", 16) for i in range(16)}

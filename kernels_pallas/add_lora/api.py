@@ -2,12 +2,23 @@
 
 from jaxtyping import Array, Float
 
-from lorajax.kernels_pallas.add_lora import xla
-from lorajax.kernels_pallas.checks import Layer, check_delta, check_layer, choose
+from lorajax.kernels_pallas.add_lora import mosaic_gpu, mosaic_tpu, xla
+from lorajax.kernels_pallas.checks import (
+    Implementation,
+    Layer,
+    always,
+    check_delta,
+    check_layer,
+    choose,
+)
 from lorajax.kernels_pallas.routing import Routing
 from lorajax.kernels_pallas.weights import LoraWeights
 
-IMPLEMENTATIONS = {"xla": xla.add_lora}
+IMPLEMENTATIONS = {
+    "mosaic_tpu": Implementation(mosaic_tpu.add_lora, "tpu", mosaic_tpu.unsupported),
+    "mosaic_gpu": Implementation(mosaic_gpu.add_lora, "gpu", mosaic_gpu.unsupported, default=False),
+    "xla": Implementation(xla.add_lora, None, always),
+}
 
 
 def add_lora(
@@ -42,5 +53,5 @@ def add_lora(
         raise ValueError(
             f"y must be [T, d_out] = {list(want)}; got {y.shape}; pass the product of x"
         )
-    kernel = IMPLEMENTATIONS[choose(tuple(IMPLEMENTATIONS), implementation)]
+    kernel = choose(IMPLEMENTATIONS, implementation, y, x, weights, routing)
     return kernel(y, x, weights, routing, layer=layer)

@@ -17,7 +17,7 @@ def add_lora(
     *,
     layer: Layer,
 ) -> Float[Array, "T d_out"]:
-    """y plus the delta, summed in float32. Base rows keep y's very bits: y + 0.0 loses -0.0."""
+    """Y plus the delta, summed in float32. Base rows keep y's very bits: y + 0.0 loses -0.0."""
     delta = lora_delta(x, weights, routing, layer=layer)
     adapted = (routing.weights != 0).any(axis=0)[:, None]
     return jnp.where(adapted, (y.astype(jnp.float32) + delta).astype(y.dtype), y)

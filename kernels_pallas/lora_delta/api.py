@@ -2,12 +2,25 @@
 
 from jaxtyping import Array, Float
 
-from lorajax.kernels_pallas.checks import Layer, check_delta, check_layer, choose
-from lorajax.kernels_pallas.lora_delta import xla
+from lorajax.kernels_pallas.checks import (
+    Implementation,
+    Layer,
+    always,
+    check_delta,
+    check_layer,
+    choose,
+)
+from lorajax.kernels_pallas.lora_delta import mosaic_gpu, mosaic_tpu, xla
 from lorajax.kernels_pallas.routing import Routing
 from lorajax.kernels_pallas.weights import LoraWeights
 
-IMPLEMENTATIONS = {"xla": xla.lora_delta}
+IMPLEMENTATIONS = {
+    "mosaic_tpu": Implementation(mosaic_tpu.lora_delta, "tpu", mosaic_tpu.unsupported),
+    "mosaic_gpu": Implementation(
+        mosaic_gpu.lora_delta, "gpu", mosaic_gpu.unsupported, default=False
+    ),
+    "xla": Implementation(xla.lora_delta, None, always),
+}
 
 
 def lora_delta(
@@ -35,5 +48,5 @@ def lora_delta(
     """
     check_delta(x, weights, routing)
     check_layer(layer, weights.A.shape[0])
-    kernel = IMPLEMENTATIONS[choose(tuple(IMPLEMENTATIONS), implementation)]
+    kernel = choose(IMPLEMENTATIONS, implementation, x, weights, routing)
     return kernel(x, weights, routing, layer=layer)

@@ -1,4 +1,4 @@
-"""`lora_delta` as two dense products: the reference that every kernel must equal."""
+"""`lora_delta` in plain XLA: the reference that every kernel must equal."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,32 +8,97 @@ from lorajax.kernels_pallas.checks import Layer, take_layer
 from lorajax.kernels_pallas.routing import Routing
 from lorajax.kernels_pallas.weights import LoraWeights
 
+_PACK = 128  # rank rows of one step over a block's active slots
+
 
 def lora_delta(
     x: Float[Array, "T d_in"], weights: LoraWeights, routing: Routing, *, layer: Layer
 ) -> Float[Array, "T d_out"]:
-    """`((x Aᵀ) ⊙ W) B` in float32, over all slots.
+    """`((x Aᵀ) ⊙ W) B` in float32.
+
+    Two dense products over all slots. With several blocks of tokens and many slots, a CPU, which is
+    bound by arithmetic, takes each block's own active slots instead; elsewhere a loop whose length
+    is data would wait for the host.
+    """
+    A, B, scale = (take_layer(a, layer) for a in (weights.A, weights.B, weights.scale))
+    A, B = A.astype(x.dtype), B.astype(x.dtype)
+
+    def dense() -> Float[Array, "T d_out"]:
+        return _slots_delta(x, A, B, scale, routing.weights, weights.slices)
+
+    def blocked() -> Float[Array, "T d_out"]:
+        return _blocks_delta(x, A, B, scale, routing, weights.slices)
+
+    S, _, R, _ = A.shape
+    if routing.active.shape[0] == 1 or S * R <= 2 * _PACK:
+        return dense()
+    return lax.platform_dependent(cpu=blocked, default=dense)
+
+
+def _slots_delta(
+    x: Float[Array, "T d_in"],
+    A: Float[Array, "S G R d_in"],
+    B: Float[Array, "S R d_out"],
+    scale: Float[Array, "S G R"],
+    weights: Float[Array, "S T"],
+    slices: tuple[int, ...],
+) -> Float[Array, "T d_out"]:
+    """The delta of some slots, every token times every slot.
 
     The mask selects and never multiplies: 0 times NaN is NaN, and a broken adapter or row must stay
     alone. B needs no mask, since `write_slots` keeps it finite.
     """
-    A, B, scale = (take_layer(a, layer) for a in (weights.A, weights.B, weights.scale))
     S, G, R, d_in = A.shape
     T = x.shape[0]
+    # A x^T, not x A^T: the small side is the one that a CPU product transposes and packs.
     h = lax.dot_general(
+        A.reshape(S * G * R, d_in),
         x,
-        A.reshape(S * G * R, d_in).astype(x.dtype),
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
-    ).reshape(T, S, G, R)
-    w = routing.weights.T[:, :, None, None]
-    h = jnp.where(w != 0, h * (scale[None] * w), 0.0).astype(x.dtype)
+    ).reshape(S, G, R, T)
+    w = weights[:, None, None, :]
+    h = jnp.where(w != 0, h * (scale[..., None] * w), 0.0).astype(x.dtype)
 
-    B = B.reshape(S * R, -1).astype(x.dtype)
+    B = B.reshape(S * R, -1)
     parts, start = [], 0
-    for g, width in enumerate(weights.slices):
-        h_g = h[:, :, g].reshape(T, S * R)
+    for g, width in enumerate(slices):
         columns = lax.slice_in_dim(B, start, start + width, axis=1)
-        parts.append(jnp.dot(h_g, columns, preferred_element_type=jnp.float32))
+        h_g = h[:, g].reshape(S * R, T)
+        contract = (((0,), (0,)), ((), ()))
+        parts.append(lax.dot_general(h_g, columns, contract, preferred_element_type=jnp.float32))
         start += width
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _blocks_delta(
+    x: Float[Array, "T d_in"],
+    A: Float[Array, "S G R d_in"],
+    B: Float[Array, "S R d_out"],
+    scale: Float[Array, "S G R"],
+    routing: Routing,
+    slices: tuple[int, ...],
+) -> Float[Array, "T d_out"]:
+    """The delta, block by block over packs of the block's active slots."""
+    (S, _, R, d_in), d_out = A.shape, B.shape[-1]
+    T, block, blocks = x.shape[0], routing.block, routing.active.shape[0]
+    pack = min(S, max(1, _PACK // R))
+    padding = blocks * block - T
+    x = jnp.pad(x, ((0, padding), (0, 0))).reshape(blocks, block, d_in)
+    weights = jnp.pad(routing.weights, ((0, 0), (0, padding))).reshape(S, blocks, block)
+    active = jnp.pad(routing.active, ((0, 0), (0, -S % pack)))
+
+    def one_block(args: tuple[Array, ...]) -> Float[Array, "block d_out"]:
+        x_b, weights_b, active_b, count = args
+
+        def one_pack(i: Array, delta: Array) -> Array:
+            slots = lax.dynamic_slice_in_dim(active_b, i * pack, pack)
+            live = i * pack + jnp.arange(pack) < count
+            w = jnp.where(live[:, None], weights_b[slots], 0.0)
+            return delta + _slots_delta(x_b, A[slots], B[slots], scale[slots], w, slices)
+
+        none = jnp.zeros((block, d_out), jnp.float32)
+        return lax.fori_loop(0, -(-count // pack), one_pack, none)
+
+    delta = lax.map(one_block, (x, weights.swapaxes(0, 1), active, routing.count))
+    return delta.reshape(blocks * block, d_out)[:T]

@@ -2,12 +2,26 @@
 
 from jaxtyping import Array, Float
 
-from lorajax.kernels_pallas.checks import Layer, check_base, check_delta, check_layer, choose
-from lorajax.kernels_pallas.lora_linear import xla
+from lorajax.kernels_pallas.checks import (
+    Implementation,
+    Layer,
+    always,
+    check_base,
+    check_delta,
+    check_layer,
+    choose,
+)
+from lorajax.kernels_pallas.lora_linear import mosaic_gpu, mosaic_tpu, xla
 from lorajax.kernels_pallas.routing import Routing
 from lorajax.kernels_pallas.weights import LoraWeights
 
-IMPLEMENTATIONS = {"xla": xla.lora_linear}
+IMPLEMENTATIONS = {
+    "mosaic_tpu": Implementation(mosaic_tpu.lora_linear, "tpu", mosaic_tpu.unsupported),
+    "mosaic_gpu": Implementation(
+        mosaic_gpu.lora_linear, "gpu", mosaic_gpu.unsupported, default=False
+    ),
+    "xla": Implementation(xla.lora_linear, None, always),
+}
 
 
 def lora_linear(
@@ -43,5 +57,5 @@ def lora_linear(
     base_layer = layer if base_layer is None else base_layer
     if w.ndim == 3:
         check_layer(base_layer, w.shape[0])
-    kernel = IMPLEMENTATIONS[choose(tuple(IMPLEMENTATIONS), implementation)]
+    kernel = choose(IMPLEMENTATIONS, implementation, x, w, weights, routing)
     return kernel(x, w, weights, routing, layer=layer, base_layer=base_layer)
