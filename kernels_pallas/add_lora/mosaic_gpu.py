@@ -1,0 +1,34 @@
+"""`add_lora` on Hopper GPUs: the delta from the kernel, added to y by XLA in one pass."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from lorajax.kernels_pallas.checks import Layer
+from lorajax.kernels_pallas.gpu.launch import current_device, launch, why_not
+from lorajax.kernels_pallas.routing import Routing
+from lorajax.kernels_pallas.weights import LoraWeights
+
+
+def add_lora(
+    y: Float[Array, "T d_out"],
+    x: Float[Array, "T d_in"],
+    weights: LoraWeights,
+    routing: Routing,
+    *,
+    layer: Layer,
+) -> Float[Array, "T d_out"]:
+    """Y plus the delta, summed in float32. Base rows keep y's very bits: y + 0.0 loses -0.0."""
+    delta = launch(x, None, weights, routing, layer=layer)
+    adapted = (routing.weights != 0).any(axis=0)[:, None]
+    return jnp.where(adapted, (y.astype(jnp.float32) + delta).astype(y.dtype), y)
+
+
+def unsupported(
+    y: Float[Array, "T d_out"],
+    x: Float[Array, "T d_in"],
+    weights: LoraWeights,
+    routing: Routing,
+) -> str | None:
+    """Why the kernel cannot run these arguments, or None if it can."""
+    del y
+    return why_not(x, weights, routing, has_base=False, device=current_device())

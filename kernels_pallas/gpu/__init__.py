@@ -1,0 +1,1 @@
+"""The fused Hopper kernel behind the three ops: plan, schedule, stages, launch."""

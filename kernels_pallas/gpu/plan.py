@@ -1,0 +1,180 @@
+"""Static choices for one launch on a Hopper GPU: tiles, pipeline depth, the split of the work."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+TILE = 128  #: Columns of y, or rows of A, of one tile: two warpgroups of wgmma's M = 64.
+HALF = 64  #: Columns of y, or rows of A, of one warpgroup.
+MAX_BLOCK = 256  #: wgmma's largest N; tokens are the N side.
+EPILOGUE = 64  #: Tokens of one step of an epilogue.
+BARRIER_BYTES = 2048  #: Shared memory that is left for barriers.
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a plan needs to know of a GPU.
+
+    Attributes:
+        sms: Streaming multiprocessors; the grid is one block on each.
+        shared_bytes: Shared memory that a block may use.
+    """
+
+    sms: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Shapes and tiles of one launch; everything here is known while tracing.
+
+    Attributes:
+        device: The GPU.
+        tokens: T.
+        block: Tokens of a block of the routing.
+        d_in: Width of x.
+        d_out: Width of y.
+        slots: S.
+        rank: R.
+        slices: Widths of the G slices.
+        has_base: The launch also computes x w.
+    """
+
+    device: Device
+    tokens: int
+    block: int
+    d_in: int
+    d_out: int
+    slots: int
+    rank: int
+    slices: tuple[int, ...]
+    has_base: bool
+
+    @property
+    def blocks(self) -> int:
+        """P, blocks of tokens."""
+        return -(-self.tokens // self.block)
+
+    @property
+    def columns(self) -> int:
+        """N of wgmma: the tokens of a block, rounded up to 8."""
+        return -(-self.block // 8) * 8
+
+    @property
+    def piece(self) -> int:
+        """Rows of a slot that one copy brings: the whole slot, or 64 of its rows."""
+        return min(self.rank, HALF)
+
+    @property
+    def num_slices(self) -> int:
+        """G."""
+        return len(self.slices)
+
+    @property
+    def depth(self) -> int:
+        """Elements of K of one pipeline stage.
+
+        Every thread of a warpgroup arrives at a stage's barrier for every copy, so that a stage of
+        K = 64 costs about 900 cycles however small it is (measured): few large copies are fastest.
+        """
+        return 128 if self.columns <= 128 else 64
+
+    @property
+    def steps(self) -> int:
+        """Stages of K in x Aᵀ and x w."""
+        return self.d_in // self.depth
+
+    @property
+    def tiles(self) -> int:
+        """Output tiles of all blocks."""
+        return self.blocks * (self.d_out // TILE)
+
+    @property
+    def max_packs(self) -> int:
+        """Packs of 128 rank rows when every slot is active."""
+        return -(-self.slots * self.rank // TILE)
+
+    @property
+    def h_shape(self) -> tuple[int, int]:
+        """Shape of h, the scaled and masked x Aᵀ: row (p G + g) columns + t, column a rank row."""
+        return self.blocks * self.num_slices * self.columns, self.max_packs * TILE
+
+    @property
+    def epilogues(self) -> tuple[tuple[int, int], ...]:
+        """(start, length) of the epilogue's steps over a block's tokens."""
+        full = range(0, self.columns, EPILOGUE)
+        return tuple((t, min(EPILOGUE, self.columns - t)) for t in full)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one pipeline stage: a tile of weights and one of tokens."""
+        return (TILE + self.columns) * self.depth * 2
+
+    @property
+    def out_bytes(self) -> int:
+        """Shared memory of the epilogue's staging tiles, one for each of two warpgroups."""
+        return 2 * min(EPILOGUE, self.columns) * HALF * (2 if self.has_base else 4)
+
+    @cached_property
+    def stages(self) -> int:
+        """Depth of the pipeline: all the shared memory that is left, at most 12 stages."""
+        left = self.device.shared_bytes - BARRIER_BYTES - 2 * self.out_bytes
+        return max(0, min(12, left // self.stage_bytes))
+
+    @cached_property
+    def split(self) -> int:
+        """Parts along K that an output tile is cut into, each for another SM.
+
+        Where memory bounds the product, a part of the SMs can take all its bandwidth, and whole
+        tiles are best even if they fill the last wave badly. A fifth of the SMs is left over to run
+        the shrink: an SM that does both holds up its tile. The split must not depend on the active
+        slots, or base rows would be summed in another order when adapters come and go.
+        """
+        if not self.has_base:
+            return 1
+        return max(1, min(self.device.sms * 4 // 5 // self.tiles, self.d_in // 512, 4))
+
+    @property
+    def free_sms(self) -> int:
+        """SMs with fewer output tiles than the others."""
+        return -self.tiles * self.split % self.device.sms
+
+    @property
+    def max_parts(self) -> int:
+        """Most parts along K that one shrink tile is cut into: at least 4 steps each."""
+        return max(1, min(16, self.d_in // 256))
+
+    @property
+    def parts(self) -> int | None:
+        """Parts of a shrink tile where several blocks share the SMs; None: chosen at run time."""
+        return None if self.blocks == 1 else 1
+
+    @property
+    def h_columns(self) -> int:
+        """Tokens of one step of adding up the parts of a shrink tile, which its SMs share out."""
+        return 16 if self.columns > 128 and self.columns % 16 == 0 else 8
+
+    @property
+    def y_columns(self) -> int:
+        """Tokens of one step of adding up the parts of an output tile, which its SMs share out."""
+        return next(
+            w for w in (32, 16, 8) if (self.columns % w == 0 and w * 2 <= self.columns) or w == 8
+        )
+
+
+def unsupported(plan: Plan) -> str | None:
+    """Why the kernel cannot run a plan, or None."""
+    if plan.d_in % TILE:
+        return f"d_in must be a multiple of {TILE}; got {plan.d_in}"
+    if any(width % TILE for width in plan.slices):
+        return f"every slice must be a multiple of {TILE} columns; got {plan.slices}"
+    if plan.rank % 8 or (HALF % plan.rank and plan.rank % HALF):
+        return f"the slot rank must be 8, 16, 32, 64 or a multiple of 64; got {plan.rank}"
+    if plan.block > MAX_BLOCK:
+        return f"a block must have at most {MAX_BLOCK} tokens; got {plan.block}"
+    if plan.blocks > 1 and plan.block % 8:
+        return f"a block must be a multiple of 8 tokens where there are several; got {plan.block}"
+    if plan.h_shape[0] * plan.h_shape[1] > 1 << 28:
+        return f"x Aᵀ of all slots must have at most 2^28 entries; got {plan.h_shape}"
+    if plan.stages < 2:
+        return f"a block needs 2 stages in {plan.device.shared_bytes} bytes of shared memory"
+    return None

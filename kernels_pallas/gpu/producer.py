@@ -1,0 +1,133 @@
+"""The producer warpgroup: copies every operand into the ring of stages, by TMA."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lorajax.kernels_pallas.gpu import schedule, sync
+from lorajax.kernels_pallas.gpu.plan import HALF, TILE, Plan
+from lorajax.kernels_pallas.gpu.refs import (
+    BASE,
+    CONSUMERS,
+    EXPAND,
+    SHRINK,
+    Refs,
+    expand_steps,
+    h_done,
+    leave,
+    rank_rows,
+    scale_stride,
+)
+from lorajax.kernels_pallas.gpu.schedule import Scalar
+
+
+def produce(plan: Plan, r: Refs, sm: Scalar) -> None:
+    """Copies every operand of this SM, in the order in which the consumers take them."""
+    layer, base_layer = r.layer[0], r.base_layer[0]
+    packs = schedule.packs_of(plan, r.count[0], TILE)
+    count = schedule.parts(plan, packs)
+    jobs = schedule.shrink_jobs(plan, packs, count)
+    place = schedule.shrink_sm(plan, sm)
+    mine = schedule.jobs_of(plan, place, jobs)
+
+    def shrink(i, state):
+        return feed_shrink(plan, r, layer, place + i * plan.device.sms, count, *state)
+
+    def tile(i, state):
+        return feed_tile(plan, r, layer, base_layer, sm, count, i, *state)
+
+    stage, _ = lax.fori_loop(0, mine, shrink, (jnp.int32(0), jnp.int32(0)))
+    lax.fori_loop(0, schedule.pieces(plan, sm), tile, (stage, jnp.int32(0)))
+    leave(plan, r)
+
+
+def claim(plan: Plan, r: Refs, stage: Scalar) -> Scalar:
+    """Waits until a stage's slot in the ring is free."""
+    slot = schedule.rem(stage, plan.stages)
+
+    @pl.when(stage >= plan.stages)
+    def _():
+        plgpu.barrier_wait(r.empty.at[slot])
+
+    return slot
+
+
+def feed_shrink(plan, r, layer, job, count, stage, scaled):
+    """Copies one part of one tile of A xᵀ, and the scales of its rows."""
+    _, part, block, g, pack = schedule.shrink_job(plan, job, count)
+    used = pack < schedule.packs_of(plan, r.count[block], TILE)
+    low, high = schedule.part_steps(plan, part, count)
+    rows = [
+        ((layer * plan.slots + slot) * plan.num_slices + g) * plan.rank + row
+        for slot, row in rank_rows(plan, r, block, pack * TILE, TILE // plan.piece)
+    ]
+
+    @pl.when(used)
+    def _():
+        pl.when(scaled > 0)(lambda: plgpu.barrier_wait(r.scales_empty))
+        size = scale_stride(plan)
+        for j, row in enumerate(rows):
+            to = r.scales.at[pl.ds(HALF + j * size, size)]
+            plgpu.copy_gmem_to_smem(r.scale.at[pl.ds(row, size)], to, r.scales_full)
+
+    def step(k, stage):
+        slot = claim(plan, r, stage)
+        copy_tokens(plan, r.x, block * plan.block, k, r, slot, SHRINK)
+        for j, row in enumerate(rows):
+            to = r.ring[1].at[slot, pl.ds(j * plan.piece, plan.piece)]
+            source = r.A.at[pl.ds(row, plan.piece), pl.ds(k * plan.depth, plan.depth)]
+            plgpu.copy_gmem_to_smem(source, to, r.full[SHRINK].at[slot])
+        return stage + 1
+
+    high = jnp.where(used, high, low)
+    return lax.fori_loop(low, high, step, stage), scaled + used.astype(jnp.int32)
+
+
+def feed_tile(plan, r, layer, base_layer, sm, count, index, stage, ready):
+    """Copies this SM's piece of one output tile, for part 0 the operands of the expand too."""
+    tile, part, low, high = schedule.piece(plan, sm, index)
+    block, column = schedule.place(plan, tile)
+
+    def base(k, stage):
+        slot = claim(plan, r, stage)
+        copy_tokens(plan, r.x, block * plan.block, k, r, slot, BASE)
+        rows = pl.ds(base_layer * plan.d_in + k * plan.depth, plan.depth)
+        source = r.w.at[rows, pl.ds(column * TILE, TILE)]
+        plgpu.copy_gmem_to_smem(source, r.ring[0].at[slot], r.full[BASE].at[slot])
+        return stage + 1
+
+    def expand(e, stage):
+        slot = claim(plan, r, stage)
+        row = (block * plan.num_slices + g) * plan.columns
+        copy_tokens(plan, r.h, row, e, r, slot, EXPAND)
+        pieces = rank_rows(plan, r, block, e * plan.depth, plan.depth // plan.piece)
+        for j, (index, first) in enumerate(pieces):
+            row = (layer * plan.slots + index) * plan.rank + first
+            source = r.B.at[pl.ds(row, plan.piece), pl.ds(column * TILE, TILE)]
+            to = r.ring[0].at[slot, pl.ds(j * plan.piece, plan.piece)]
+            plgpu.copy_gmem_to_smem(source, to, r.full[EXPAND].at[slot])
+        return stage + 1
+
+    if plan.has_base:
+        stage = lax.fori_loop(low, high, base, stage)
+    g = schedule.slice_of(plan, column)
+    extra = expand_steps(plan, r, block, part)
+    need = schedule.packs_of(plan, r.count[block], TILE)
+    bit = jnp.left_shift(jnp.int32(1), g)
+    wanted = extra > 0
+    if plan.blocks == 1:  # h of this slice stays done; with several blocks each tile looks again
+        wanted = wanted & (jnp.bitwise_and(ready, bit) == 0)
+
+    @pl.when(wanted)
+    def _():
+        sync.wait(h_done(plan, r, block, g), CONSUMERS * count * need, reset=False)
+
+    ready = jnp.where(extra > 0, jnp.bitwise_or(ready, bit), ready)
+    return lax.fori_loop(0, extra, expand, stage), ready
+
+
+def copy_tokens(plan, source, row, k, r, slot, kind):
+    """Copies the token side of a stage. Rows past T read as zero."""
+    source = source.at[pl.ds(row, plan.columns), pl.ds(k * plan.depth, plan.depth)]
+    plgpu.copy_gmem_to_smem(source, r.tokens.at[slot], r.full[kind].at[slot])

@@ -1,0 +1,122 @@
+"""Counters in global memory that the blocks of one launch use to wait for each other.
+
+Mosaic GPU's own semaphores are zeroed by a memset before each launch. These live in an operand that
+every launch leaves as it found it, all zeros: XLA takes the operand for a constant. A counter with
+one waiter is reset by its wait; the others by the last warpgroup to `leave`.
+
+Every block must be resident, or a wait never ends: the grid is never larger than the GPU, and two
+launches must not run at the same time on one GPU. XLA runs the products of a model one after the
+other on one stream.
+"""
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from lorajax.kernels_pallas.gpu.schedule import Ref, Scalar
+
+MOST_TRIES = 1 << 23  #: Polls of a counter, each most of a microsecond.
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def _leader() -> ir.Value:
+    """True in one thread of the warpgroup."""
+    return mgpu.utils.single_thread_predicate(scope=mgpu.utils.ThreadSubset.WARPGROUP)
+
+
+def _emit(ptx: str, operands: list[ir.Value], kinds: str) -> None:
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, operands, ptx, kinds, has_side_effects=True)
+
+
+def signal(*counters: Ref) -> None:
+    """Adds 1 to each, after everything that this warpgroup has written."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(counters))
+    def add(_, *refs):
+        mgpu.utils.warpgroup_barrier()
+        leader = _leader()
+        # One fence for all: each costs as long as the slowest write in flight.
+        _emit("@$0 fence.acq_rel.gpu;", [leader], "b")
+        for ref in refs:
+            semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(ref))
+            semaphore.signal(1, predicate=leader, relaxed=True, memory_scope="gpu")
+
+    add(*counters)
+
+
+def wait(counter: Ref, value: Scalar, *, reset: bool) -> None:
+    """Waits until the counter is at least `value`; with `reset` takes it off again.
+
+    A wait that could only end by a fault elsewhere stops the launch with an error after seconds.
+    """
+    ptx = """{
+        .reg .pred ready, over;
+        .reg .s32 seen, left;
+        .reg .u32 tries;
+        @!$2 bra DONE;
+        mov.u32 tries, 0;
+        AGAIN:
+        ld.relaxed.gpu.global.s32 seen, [$0];
+        sub.s32 left, $1, seen;
+        setp.le.s32 ready, left, 0;
+        @ready bra READY;
+        add.u32 tries, tries, 1;
+        setp.lt.u32 over, tries, LIMIT;
+        @over bra AGAIN;
+        trap;
+        READY:
+        RESET
+        fence.acq_rel.gpu;
+        DONE:
+    }"""
+    undo = "neg.s32 left, $1; red.relaxed.gpu.global.add.s32 [$0], left;" if reset else ""
+    ptx = ptx.replace("LIMIT", str(MOST_TRIES)).replace("RESET", undo)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
+    def spin(_, ref, value):
+        operands = [mgpu.utils.memref_ptr(ref), value.registers.flat[0], _leader()]
+        _emit(ptx, operands, "l,r,b")
+        mgpu.utils.warpgroup_barrier()
+
+    spin(counter, jnp.asarray(value, jnp.int32))
+
+
+def leave(counters: Ref, everyone: int, shared: int) -> None:
+    """Says that this warpgroup waits for nothing more; the last one zeroes the shared counters.
+
+    Args:
+        counters: i32; element 0 counts who has left, the next `shared` are the shared counters.
+        everyone: Warpgroups of the launch.
+        shared: Counters to zero.
+    """
+    # The label is local to the braces, so that the compiler may copy the block.
+    ptx = """{
+        .reg .pred more;
+        .reg .u32 seen;
+        .reg .u64 at, end;
+        @!$2 bra DONE;
+        atom.add.relaxed.gpu.global.u32 seen, [$0], 1;
+        setp.ne.u32 more, seen, $1;
+        @more bra DONE;
+        mov.u64 at, $0;
+        add.u64 end, at, $3;
+        CLEAR:
+        st.relaxed.gpu.global.u32 [at], 0;
+        add.u64 at, at, 4;
+        setp.lt.u64 more, at, end;
+        @more bra CLEAR;
+        DONE:
+    }"""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def ticket(_, ref):
+        mgpu.utils.warpgroup_barrier()
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        size = mgpu.utils.c(4 * (shared + 1), i64)
+        last = mgpu.utils.c(everyone - 1, i32)
+        _emit(ptx, [mgpu.utils.memref_ptr(ref), last, _leader(), size], "l,r,b,l")
+
+    ticket(counters)

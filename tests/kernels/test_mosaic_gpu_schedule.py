@@ -1,0 +1,183 @@
+"""The Hopper kernel's division of work: every step exactly once, by the SMs that say so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lorajax.kernels_pallas.gpu import schedule
+from lorajax.kernels_pallas.gpu.plan import TILE, Device, Plan, unsupported
+
+H200 = Device(132, 227 * 1024)
+SMALL = Device(20, 227 * 1024)
+
+
+def make(tokens, d_in, slices, *, block=256, slots=64, rank=16, device=H200, has_base=True):
+    return Plan(
+        device=device,
+        tokens=tokens,
+        block=min(block, tokens),
+        d_in=d_in,
+        d_out=sum(slices),
+        slots=slots,
+        rank=rank,
+        slices=slices,
+        has_base=has_base,
+    )
+
+
+PLANS = {
+    "o, decode": make(8, 4096, (4096,)),
+    "qkv, decode": make(64, 4096, (4096, 1024, 1024)),
+    "gate_up, decode": make(256, 4096, (14336, 14336), rank=64),
+    "down, decode": make(1, 14336, (4096,)),
+    "less work than SMs": make(16, 256, (128,)),
+    "one unit": make(16, 64, (128,)),
+    "a small GPU": make(64, 4096, (4096,), device=SMALL),
+    "two blocks": make(512, 4096, (4096,)),
+    "prefill": make(2048, 4096, (4096, 1024, 1024)),
+    "odd raster": make(2816, 4096, (4096,)),
+    "no base": make(64, 4096, (4096, 1024, 1024), has_base=False),
+}
+
+
+@pytest.fixture(params=PLANS.values(), ids=PLANS)
+def plan(request):
+    return request.param
+
+
+def each_sm(plan, function):
+    return jax.jit(jax.vmap(function))(jnp.arange(plan.device.sms, dtype=jnp.int32))
+
+
+def pieces(plan):
+    """[(sm, tile, part, low, high)] of a plan, from the traced functions."""
+    counts = np.asarray(each_sm(plan, lambda sm: schedule.pieces(plan, sm)))
+    index = jnp.arange(max(counts.max(), 1), dtype=jnp.int32)
+    rows = each_sm(plan, lambda sm: jax.vmap(lambda i: schedule.piece(plan, sm, i))(index))
+    columns = [np.asarray(a) for a in rows]
+    return [
+        (sm, *(int(c[sm, i]) for c in columns))
+        for sm, count in enumerate(counts)
+        for i in range(count)
+    ]
+
+
+def test_every_step_of_every_tile_is_done_once(plan):
+    steps = plan.steps if plan.has_base else 1
+    seen = np.zeros((plan.tiles, steps), int)
+    for _, tile, _, low, high in pieces(plan):
+        seen[tile, low : high if plan.has_base else 1] += 1
+    assert (seen == 1).all()
+
+
+def test_the_parts_of_a_tile_are_on_neighbouring_sms_that_have_nothing_else(plan):
+    if plan.split == 1:
+        pytest.skip("tiles stay whole")
+    assert plan.tiles * plan.split <= plan.device.sms
+    for sm, tile, part, low, high in pieces(plan):
+        assert sm == tile * plan.split + part
+        assert high > low
+
+
+def test_sms_are_left_over_for_the_shrink_where_tiles_are_few(plan):
+    used = min(plan.tiles * plan.split, plan.device.sms)
+    assert plan.free_sms == -plan.tiles * plan.split % plan.device.sms
+    if plan.split > 1:
+        assert used <= plan.device.sms * 4 // 5
+
+
+def test_places_are_a_permutation_of_blocks_and_columns(plan):
+    tiles = jnp.arange(plan.tiles, dtype=jnp.int32)
+    block, column = jax.jit(jax.vmap(lambda t: schedule.place(plan, t)))(tiles)
+    found = np.asarray(block) * (plan.d_out // TILE) + np.asarray(column)
+    assert sorted(found) == list(range(plan.tiles))
+
+
+@pytest.mark.parametrize("active", [1, 5, 64])
+def test_shrink_parts_cover_every_step_of_every_pack_once(plan, active):
+    packs = schedule.packs_of(plan, jnp.int32(active), TILE)
+    count = schedule.parts(plan, packs)
+    jobs = int(schedule.shrink_jobs(plan, packs, count))
+    dealt = np.asarray(each_sm(plan, lambda sm: schedule.jobs_of(plan, sm, jobs)))
+    assert dealt.sum() == jobs
+    assert dealt.max() - dealt.min() <= 1
+    if int(count) > 1:
+        assert jobs <= plan.device.sms  # parts wait for each other: all must run at once
+
+    def describe(job):
+        tile, part, block, g, pack = schedule.shrink_job(plan, job, count)
+        return tile, block, g, pack, *schedule.part_steps(plan, part, count)
+
+    rows = np.asarray(jax.jit(jax.vmap(describe))(jnp.arange(jobs, dtype=jnp.int32))).T
+    seen = {}
+    for tile, block, g, pack, low, high in rows:
+        at = seen.setdefault((block, g, pack), (tile, np.zeros(plan.steps, int)))
+        assert at[0] == tile
+        at[1][low:high] += 1
+    wanted = plan.max_packs if plan.blocks > 1 else int(packs)
+    assert len(seen) == plan.blocks * plan.num_slices * wanted
+    assert all((steps == 1).all() for _, steps in seen.values())
+
+
+def test_pieces_past_the_last_active_slot_repeat_it():
+    plan = PLANS["qkv, decode"]
+    rows = jnp.arange(0, 128, plan.piece, dtype=jnp.int32)
+    index, row = jax.vmap(lambda r: schedule.piece_slot(plan, r, jnp.int32(3)))(rows)
+    assert index.tolist() == [0, 1, 2, 2, 2, 2, 2, 2]
+    assert not row.any()
+
+
+def test_a_large_slot_comes_in_pieces_of_64_rows():
+    plan = make(8, 256, (128,), slots=4, rank=128)
+    rows = jnp.arange(0, 512, plan.piece, dtype=jnp.int32)
+    index, row = jax.vmap(lambda r: schedule.piece_slot(plan, r, jnp.int32(4)))(rows)
+    assert index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert row.tolist() == [0, 64] * 4
+
+
+def test_the_slice_of_a_column_tile():
+    plan = make(8, 4096, (4096, 1024, 1024))
+    columns = jnp.arange(48, dtype=jnp.int32)
+    found = jax.vmap(lambda c: schedule.slice_of(plan, c))(columns)
+    assert found.tolist() == [0] * 32 + [1] * 8 + [2] * 8
+
+
+def test_the_split_does_not_depend_on_the_slots(plan):
+    changed = make(
+        plan.tokens, plan.d_in, plan.slices, slots=8, device=plan.device, has_base=plan.has_base
+    )
+    assert changed.split == plan.split
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 128, 256, 8192])
+@pytest.mark.parametrize("slices", [(4096,), (14336, 14336)])
+def test_the_pipeline_fits_in_shared_memory(tokens, slices):
+    plan = make(tokens, 4096, slices)
+    used = plan.stages * plan.stage_bytes + 2 * plan.out_bytes
+    assert used <= H200.shared_bytes
+    assert plan.stages >= 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"d_in": 4160}, "d_in must be a multiple of 128; got 4160"),
+        ({"slices": (4096, 64)}, "every slice must be a multiple of 128 columns"),
+        ({"rank": 24}, "the slot rank must be 8, 16, 32, 64 or a multiple of 64; got 24"),
+        ({"tokens": 1024, "block": 512}, "a block must have at most 256 tokens; got 512"),
+        ({"tokens": 100, "block": 12}, "a block must be a multiple of 8 tokens"),
+        ({"slots": 256, "rank": 1024, "tokens": 8192}, "at most 2^28 entries"),
+        ({"device": Device(132, 48 * 1024)}, "a block needs 2 stages in 49152 bytes"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_named(change, said):
+    arguments = {"tokens": 64, "d_in": 4096, "slices": (4096,)} | change
+    plan = make(
+        arguments.pop("tokens"), arguments.pop("d_in"), arguments.pop("slices"), **arguments
+    )
+    assert said in unsupported(plan)
+
+
+def test_what_the_kernel_can_take_has_no_reason():
+    assert unsupported(make(64, 4096, (4096, 1024, 1024))) is None
