@@ -16,12 +16,13 @@ def lora_delta(
 ) -> Float[Array, "T d_out"]:
     """`((x Aᵀ) ⊙ W) B` in float32.
 
-    Two dense products over all slots. With several blocks of tokens and many slots, a CPU, which is
-    bound by arithmetic, takes each block's own active slots instead; elsewhere a loop whose length
-    is data would wait for the host.
+    Two dense products over all slots. A CPU, where a branch is cheap and arithmetic is not, skips
+    them if the batch has base rows alone, and with several blocks of tokens and many slots takes
+    each block's own active slots; elsewhere work whose amount is data would wait for the host.
     """
     A, B, scale = (take_layer(a, layer) for a in (weights.A, weights.B, weights.scale))
     A, B = A.astype(x.dtype), B.astype(x.dtype)
+    S, _, R, _ = A.shape
 
     def dense() -> Float[Array, "T d_out"]:
         return _slots_delta(x, A, B, scale, routing.weights, weights.slices)
@@ -29,10 +30,14 @@ def lora_delta(
     def blocked() -> Float[Array, "T d_out"]:
         return _blocks_delta(x, A, B, scale, routing, weights.slices)
 
-    S, _, R, _ = A.shape
-    if routing.active.shape[0] == 1 or S * R <= 2 * _PACK:
-        return dense()
-    return lax.platform_dependent(cpu=blocked, default=dense)
+    def none() -> Float[Array, "T d_out"]:
+        return jnp.zeros((x.shape[0], B.shape[-1]), jnp.float32)
+
+    def on_cpu() -> Float[Array, "T d_out"]:
+        several = routing.active.shape[0] > 1 and S * R > 2 * _PACK
+        return lax.cond(routing.count.sum() > 0, blocked if several else dense, none)
+
+    return lax.platform_dependent(cpu=on_cpu, default=dense)
 
 
 def _slots_delta(
