@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lorajax.errors import SpecError
 from lorajax.target import Target
@@ -84,9 +84,10 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
             f"config.json must have {error}; got keys {sorted(cfg)}; pass the base model's config"
         ) from error
     head_dim = int(cfg.get("head_dim") or hidden // heads)
-    kv = int(cfg.get("num_key_value_heads") or heads) * head_dim
-    q = heads * head_dim
-    groups = (
+    kv_heads = int(cfg.get("num_key_value_heads") or heads)
+    q, kv = heads * head_dim, kv_heads * head_dim
+    head_counts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
+    groups: tuple[tuple[str, int, Literal["column", "row"], dict[str, int]], ...] = (
         ("self_attn.qkv_proj", hidden, "column", {"q_proj": q, "k_proj": kv, "v_proj": kv}),
         ("self_attn.o_proj", q, "row", {"o_proj": hidden}),
         ("mlp.gate_up_proj", hidden, "column", {"gate_proj": inner, "up_proj": inner}),
@@ -97,10 +98,14 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
     for name, d_in, parallel, widths in groups:
         block = name.split(".")[0]
         parts = {f"{block}.{m}": width for m, width in widths.items()}
+        counts = {f"{block}.{m}": (head_counts[m],) if m in head_counts else () for m in widths}
         if merged and keep & set(parts):
-            built.append(Target(name, d_in, tuple(parts.values()), tuple(parts), parallel))
+            whole = tuple(n for count in counts.values() for n in count)
+            built.append(Target(name, d_in, tuple(parts.values()), tuple(parts), parallel, whole))
         if not merged:
-            built += [Target(m, d_in, n, (m,), parallel) for m, n in parts.items() if m in keep]
+            built += [
+                Target(m, d_in, n, (m,), parallel, counts[m]) for m, n in parts.items() if m in keep
+            ]
     modules = {m for t in built for m in t.modules}
     return Family(
         targets=tuple(built),

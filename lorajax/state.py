@@ -8,8 +8,10 @@ from typing import Any, SupportsIndex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from lorajax.adapter import Adapter
+from lorajax.adapter import Adapter, PackedWeights
+from lorajax.columns import Columns
 from lorajax.errors import SpecError
 from lorajax.kernels_pallas import LoraWeights
 from lorajax.spec import LoraSpec
@@ -22,23 +24,44 @@ class TargetSlots:
     """Slots of one target in all layers.
 
     Attributes:
-        parts: One `LoraWeights` with all layers, or one with L = 1 for each layer.
-        name: The target's name, for messages.
+        parts: One `LoraWeights` with all layers, or one with L = 1 for each layer. Their `slices`
+            are those of one shard.
+        target: What they are slots of.
+        shards: Devices that tensor parallelism cuts the features over.
     """
 
     parts: tuple[LoraWeights, ...]
-    name: str = field(metadata={"static": True})
+    target: Target = field(metadata={"static": True})
+    shards: int = field(default=1, metadata={"static": True})
+
+    @property
+    def name(self) -> str:
+        """The target's name."""
+        return self.target.name
+
+    @property
+    def columns(self) -> Columns:
+        """The order of B's columns."""
+        return columns_of(self.target, self.shards)
 
     def at(self, layer: int | jax.Array) -> tuple[LoraWeights, int | jax.Array]:
         """The arrays that hold a layer, and the layer's index in them.
 
         Raises:
-            SpecError: `layer` is traced, and each layer has its own arrays.
+            SpecError: `layer` is traced, and each layer has its own arrays; or columns are laid out
+                for a mesh, and this is not one device's share.
             IndexError: There is no such layer.
         """
+        part = self.parts[0]
+        if part.B.shape[-1] != sum(part.slices):
+            raise SpecError(
+                f"slots laid out for {self.shards} devices must be used on one device's share; got "
+                f"all {part.B.shape[-1]} columns of {self.name!r}; use the ops of "
+                "lorajax.sharding.sharded(mesh), or call this inside shard_map"
+            )
         if len(self.parts) == 1:
             return self.parts[0], layer
-        if isinstance(layer, jax.core.Tracer):
+        if isinstance(layer, Tracer):
             raise SpecError(
                 f"a traced layer index needs stacked layers; {self.name!r} has an array a layer; "
                 "build the spec with stack_layers=True, or unroll the loop"
@@ -77,21 +100,45 @@ class LoraState:
         return next(iter(self.targets.values())).parts[0].num_slots
 
 
-def abstract_state(spec: LoraSpec) -> LoraState:
-    """The state as `jax.ShapeDtypeStruct` leaves: shapes, shardings and checkpoints start here."""
+def columns_of(target: Target, shards: int) -> Columns:
+    """The order of B's columns on some shards; a row target's B is not cut.
+
+    Raises:
+        SpecError: The columns do not divide over the shards.
+    """
+    return Columns(
+        target.slices,
+        target.heads if target.parallel == "column" else (),
+        shards if target.parallel == "column" else 1,
+    )
+
+
+def abstract_state(spec: LoraSpec, shards: Mapping[str, int] | None = None) -> LoraState:
+    """The state as `jax.ShapeDtypeStruct` leaves: shapes, shardings and checkpoints start here.
+
+    Args:
+        spec: The slots.
+        shards: For each target, devices that its features are cut over; 1 for those left out.
+
+    Raises:
+        SpecError: The columns of a target do not divide over its shards.
+    """
     count, L = (1, spec.num_layers) if spec.stack_layers else (spec.num_layers, 1)
+    shards = {} if shards is None else shards
 
-    def weights(target: Target) -> LoraWeights:
+    def slots(target: Target) -> TargetSlots:
         S, R, G = spec.num_slots, spec.slot_rank, len(target.slices)
-        dtype = np.dtype(spec.dtype)
-        return LoraWeights(
+        dtype, n = np.dtype(spec.dtype), shards.get(target.name, 1)
+        columns = columns_of(target, n)
+        weights = LoraWeights(
             A=_struct((L, S, G, R, target.d_in), dtype),
-            B=_struct((L, S, R, sum(target.slices)), dtype),
+            B=_struct((L, S, R, columns.width), dtype),
             scale=_struct((L, S, G, R), np.dtype(np.float32)),
-            slices=target.slices,
+            slices=columns.local,
         )
+        return TargetSlots((weights,) * count, target, n)
 
-    return LoraState({t.name: TargetSlots((weights(t),) * count, t.name) for t in spec.targets})
+    return LoraState({t.name: slots(t) for t in spec.targets})
 
 
 def _struct(shape: tuple[int, ...], dtype: np.dtype) -> Any:
@@ -103,10 +150,11 @@ def init_state(spec: LoraSpec, shardings: Any = None) -> LoraState:
 
     Args:
         spec: The slots.
-        shardings: A `LoraState` of shardings (`lorajax.sharding.state_shardings`), or None for the
-            default device.
+        shardings: A `LoraState` of shardings (`lorajax.sharding.state_shardings`), which also says
+            how columns are laid out, or None for the default device.
     """
-    shapes = abstract_state(spec)
+    targets = {} if shardings is None else shardings.targets
+    shapes = abstract_state(spec, {name: target.shards for name, target in targets.items()})
 
     def zeros() -> LoraState:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -169,7 +217,7 @@ def _check_slots(state: LoraState, slots: Sequence[SupportsIndex]) -> None:
 
 
 def _slot_update(state: LoraState, adapter: Adapter, index: int) -> Mapping[str, Any]:
-    """One slot's data for every target: tuples of parts, `A [L, G, R, d_in]` and so on."""
+    """One slot's data for every target: tuples of parts, `A [L, 1, G, R, d_in]` and so on."""
     unknown = set(adapter.arrays) - set(state.targets)
     if unknown:
         raise SpecError(
@@ -180,36 +228,64 @@ def _slot_update(state: LoraState, adapter: Adapter, index: int) -> Mapping[str,
 
 
 def _target_update(target: TargetSlots, adapter: Adapter, index: int) -> tuple[Any, ...]:
-    packed, layer, parts = adapter.arrays.get(target.name), 0, []
+    packed = adapter.arrays.get(target.name)
+    if packed is not None:
+        _check_packed(target, packed)
+    layer, parts = 0, []
     for part in target.parts:
         layers = part.A.shape[0]
         update = {}
         for key in ("A", "B", "scale"):
             leaf = getattr(part, key)
-            shape = (layers, *leaf.shape[2:])
-            if packed is None:
-                update[key] = np.zeros(shape, leaf.dtype)
-                continue
-            update[key] = getattr(packed, key)[index, layer : layer + layers]
-            if update[key].shape != shape or update[key].dtype != leaf.dtype:
-                raise SpecError(
-                    f"an adapter must be packed for the state; got {key} {update[key].dtype}"
-                    f"{list(update[key].shape)} for {leaf.dtype}{list(shape)} of {target.name!r}; "
-                    "load it with the spec of the state"
-                )
+            host = (
+                np.broadcast_to(np.zeros((), leaf.dtype), (layers, *leaf.shape[2:]))
+                if packed is None
+                else getattr(packed, key)[index, layer : layer + layers]
+            )
+            columns = target.columns if key == "B" and packed is not None else None
+            update[key] = _placed(host[:, None], leaf, columns)
         parts.append(update)
         layer += layers
     return tuple(parts)
 
 
+def _check_packed(target: TargetSlots, packed: PackedWeights) -> None:
+    parts, widths = target.parts, target.target.slices
+    layers = sum(part.A.shape[0] for part in parts)
+    for key in ("A", "B", "scale"):
+        leaf, array = getattr(parts[0], key), getattr(packed, key)
+        tail = (*leaf.shape[2:-1], sum(widths)) if key == "B" else leaf.shape[2:]
+        if array.shape[1:] != (layers, *tail) or array.dtype != leaf.dtype:
+            raise SpecError(
+                f"an adapter must be packed for the state; got {key} {array.dtype}"
+                f"{list(array.shape[1:])} for {leaf.dtype}{[layers, *tail]} of {target.name!r}; "
+                "load it with the spec of the state"
+            )
+
+
+def _placed(host: np.ndarray, leaf: jax.Array, columns: Columns | None) -> np.ndarray | jax.Array:
+    """One slot's data, `[L, 1, ...]`, placed as the slots are: each process makes only its own."""
+    if leaf.sharding.num_devices == 1:
+        return host if columns is None else columns.take(host)
+
+    def take(index: Any) -> np.ndarray:
+        return host[index] if columns is None else columns.take(host[index[:-1]], index[-1])
+
+    shape = (leaf.shape[0], 1, *leaf.shape[2:])
+    return jax.make_array_from_callback(shape, leaf.sharding, take)
+
+
 def _set(leaf: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, axis=1)
+    sharding = jax.typeof(leaf).sharding
+    if not sharding.mesh.empty:  # on a mesh of explicit axes both must be sharded alike
+        value = jax.sharding.reshard(value, sharding)
+    return jax.lax.dynamic_update_slice_in_dim(leaf, value, slot, axis=1)
 
 
 def _write_part(part: LoraWeights, slot: jax.Array, update: dict[str, jax.Array]) -> LoraWeights:
     B = update["B"]
-    finite = jnp.isfinite(B).all(axis=-1)  # [L, R]
-    scale = jnp.where(finite[:, None, :], update["scale"], jnp.nan)
+    finite = jnp.isfinite(B).all(axis=-1)  # [L, 1, R]
+    scale = jnp.where(finite[:, :, None, :], update["scale"], jnp.nan)
     return LoraWeights(
         A=_set(part.A, slot, update["A"]),
         B=_set(part.B, slot, jnp.where(finite[..., None], B, 0)),
@@ -227,7 +303,8 @@ def _write(state: LoraState, slot: jax.Array, update: Mapping[str, Any]) -> Lora
                     _write_part(part, slot, new)
                     for part, new in zip(target.parts, update[name], strict=True)
                 ),
-                name,
+                target.target,
+                target.shards,
             )
             for name, target in state.targets.items()
         }
@@ -237,6 +314,6 @@ def _write(state: LoraState, slot: jax.Array, update: Mapping[str, Any]) -> Lora
 @jax.jit(donate_argnums=0)
 def _clear(state: LoraState, slot: jax.Array) -> LoraState:
     return jax.tree.map(
-        lambda leaf: _set(leaf, slot, jnp.zeros((leaf.shape[0], *leaf.shape[2:]), leaf.dtype)),
+        lambda leaf: _set(leaf, slot, jnp.zeros((leaf.shape[0], 1, *leaf.shape[2:]), leaf.dtype)),
         state,
     )

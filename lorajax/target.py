@@ -18,6 +18,8 @@ class Target:
             example ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"); by default `name`
             for one slice.
         parallel: How tensor parallelism cuts the base product: "column" (d_out) or "row" (d_in).
+        heads: Attention heads of each slice (of d_in, in a row target), which shards hold whole; a
+            slice with fewer heads than shards is copied. Empty where columns are independent.
     """
 
     name: str
@@ -25,6 +27,7 @@ class Target:
     d_out: int | tuple[int, ...]
     modules: tuple[str, ...] = ()
     parallel: Literal["column", "row"] = "column"
+    heads: tuple[int, ...] = ()
 
     def __post_init__(self):
         widths = (self.d_out,) if isinstance(self.d_out, int) else tuple(self.d_out)
@@ -34,6 +37,15 @@ class Target:
             raise SpecError(
                 f"features of a target must be positive; got d_in={self.d_in}, d_out={widths} for "
                 f"{self.name!r}; take them from the base model's weight"
+            )
+        cut = widths if self.parallel == "column" else (self.d_in,)
+        if self.heads and (
+            len(self.heads) != len(cut)
+            or any(h <= 0 or n % h for n, h in zip(cut, self.heads, strict=True))
+        ):
+            raise SpecError(
+                f"heads of a target must divide {list(cut)} one by one; got {self.heads} for "
+                f"{self.name!r}; give the number of heads of each slice, or leave it out"
             )
         if len(self.modules) != len(widths):
             raise SpecError(

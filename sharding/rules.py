@@ -15,9 +15,10 @@ class AxisRules:
     """The mesh axis of each logical axis; None leaves it whole.
 
     Attributes:
-        data: Rows of a batch. Slots are replicated over it.
+        data: Rows of a batch. Slots and weights are replicated over it.
         tensor: d_out of column targets, d_in of row targets.
-        fsdp: Base weights only: the axis of a weight that `tensor` does not cut.
+        fsdp: Rows of a batch, and the axis of a base weight that `tensor` does not cut: weights are
+            gathered over it when they are used. Slots are replicated over it.
         expert: Experts.
     """
 
@@ -35,19 +36,43 @@ class AxisRules:
                 "give each logical axis a mesh axis of its own, or None"
             )
 
+    @classmethod
+    def of(cls, mesh: Mesh) -> "AxisRules":
+        """Each logical axis on the mesh axis of its own name, where the mesh has one.
+
+        Raises:
+            SpecError: An axis of the mesh has no logical axis of its name.
+        """
+        unknown = [a for a in mesh.axis_names if a not in cls.__dataclass_fields__]
+        if unknown:
+            raise SpecError(
+                f"axes of a mesh must be named {list(cls.__dataclass_fields__)} if no rules are "
+                f"given; got {unknown}; give AxisRules that say what each axis cuts"
+            )
+        return cls(**{a: a if a in mesh.axis_names else None for a in cls.__dataclass_fields__})
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The mesh axes that cut the rows of a batch, the major one first."""
+        return tuple(a for a in (self.data, self.fsdp) if a is not None)
+
     def spec(self, *logical: str | None) -> PartitionSpec:
         """The `PartitionSpec` of an array with these logical axes, for example `(None, "tensor")`.
+
+        Args:
+            logical: For each axis None (whole), "rows" (see `rows`), or an attribute's name.
 
         Raises:
             SpecError: A name is no logical axis.
         """
-        unknown = [a for a in logical if a is not None and a not in self.__dataclass_fields__]
+        known = (*self.__dataclass_fields__, "rows")
+        unknown = [a for a in logical if a is not None and a not in known]
         if unknown:
             raise SpecError(
-                f"logical axes must be among {list(self.__dataclass_fields__)}; got {unknown}; "
-                "use one of these names"
+                f"logical axes must be among {list(known)}; got {unknown}; use one of these names"
             )
-        return PartitionSpec(*(None if a is None else getattr(self, a) for a in logical))
+        axes = vars(self) | {"rows": self.rows[0] if len(self.rows) == 1 else self.rows or None}
+        return PartitionSpec(*(None if a is None else axes[a] for a in logical))
 
     def check(self, mesh: Mesh) -> None:
         """Checks that the mesh has every axis that the rules name.

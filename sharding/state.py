@@ -1,9 +1,13 @@
-"""Shardings of a state, from the table of docs/design.md."""
+"""Shardings of a state, from the table of docs/sharding.md."""
 
-from jax.sharding import Mesh, NamedSharding
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lorajax.errors import SpecError
 from lorajax.kernels_pallas import LoraWeights
+from lorajax.sharding.partition import Partition
 from lorajax.sharding.rules import WHOLE, AxisRules
 from lorajax.spec import LoraSpec
 from lorajax.state import LoraState, TargetSlots, abstract_state
@@ -11,52 +15,79 @@ from lorajax.target import Target
 
 # Logical axis of d_in in A and of d_out in B; layers, slots and ranks are never cut. A row target
 # keeps B whole: its delta joins the partial sum before the base's all-reduce.
-_FEATURES = {"column": (WHOLE, "tensor"), "row": ("tensor", WHOLE)}
+FEATURES = {"column": (WHOLE, "tensor"), "row": ("tensor", WHOLE)}
 
 
 def state_shardings(spec: LoraSpec, mesh: Mesh, rules: AxisRules | None = None) -> LoraState:
-    """The sharding of every array of `init_state(spec)`.
+    """The sharding of every array of `init_state(spec)`, and the order of merged columns.
 
     | parallel | A `[L, S, G, R, d_in]` | B `[L, S, R, d_out]` |
     |---|---|---|
-    | column | replicated | d_out over `tensor` |
+    | column | replicated | d_out over `tensor`, each shard a share of every slice |
     | row | d_in over `tensor` | replicated |
 
     Args:
         spec: The slots.
         mesh: The devices.
-        rules: The mesh axis of each logical axis.
+        rules: The mesh axis of each logical axis; by default that of its name.
 
     Returns:
         A `LoraState` of `NamedSharding`, for `init_state` and `AdapterManager`.
 
     Raises:
-        SpecError: The mesh lacks an axis, or a feature axis does not divide over it.
+        SpecError: The mesh lacks an axis, or the features of a target do not divide over it.
     """
-    rules = AxisRules() if rules is None else rules
-    rules.check(mesh)
-    shapes = abstract_state(spec)
-    targets = {}
+    partition = Partition.of(mesh, rules)
+    return jax.tree.map(lambda s: s.sharding, abstract_slots(spec, partition))
+
+
+def abstract_slots(spec: LoraSpec, partition: Partition) -> LoraState:
+    """The state on a mesh as `jax.ShapeDtypeStruct`: to compile for devices that are not there.
+
+    Raises:
+        SpecError: The features of a target do not divide over the mesh.
+    """
+    shards = partition.shard.tensor_shards
     for target in spec.targets:
-        _check_divides(target, mesh, rules)
-        d_in, d_out = _FEATURES[target.parallel]
-        sharding = LoraWeights(
-            A=NamedSharding(mesh, rules.spec(None, None, None, None, d_in)),
-            B=NamedSharding(mesh, rules.spec(None, None, None, d_out)),
-            scale=NamedSharding(mesh, rules.spec()),
-            slices=target.slices,
+        _check_row(target, shards)
+    counts: Mapping[str, int] = {t.name: shards for t in spec.targets}
+    shapes = abstract_state(spec, counts)
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=NamedSharding(partition.mesh, s)
+        ),
+        shapes,
+        state_specs(shapes, partition.rules),
+    )
+
+
+def state_specs(state: LoraState, rules: AxisRules) -> LoraState:
+    """The `PartitionSpec` of every array of a state, which may be traced."""
+    return LoraState({name: slots_specs(t, rules) for name, t in state.targets.items()})
+
+
+def slots_specs(slots: TargetSlots, rules: AxisRules) -> TargetSlots:
+    """The `PartitionSpec` of every array of one target."""
+    d_in, d_out = FEATURES[slots.target.parallel]
+
+    def specs(part: LoraWeights) -> LoraWeights:
+        return LoraWeights(
+            A=rules.spec(WHOLE, WHOLE, WHOLE, WHOLE, d_in),
+            B=rules.spec(WHOLE, WHOLE, WHOLE, d_out),
+            scale=PartitionSpec(),
+            slices=part.slices,
         )
-        parts = shapes[target.name].parts
-        targets[target.name] = TargetSlots((sharding,) * len(parts), target.name)
-    return LoraState(targets)
+
+    return TargetSlots(tuple(specs(p) for p in slots.parts), slots.target, slots.shards)
 
 
-def _check_divides(target: Target, mesh: Mesh, rules: AxisRules) -> None:
-    shards = 1 if rules.tensor is None else mesh.shape[rules.tensor]
-    cut = [target.d_in] if target.parallel == "row" else list(target.slices)
-    uneven = [n for n in cut if n % shards]
-    if uneven:
+def _check_row(target: Target, shards: int) -> None:
+    if target.parallel != "row":
+        return
+    units = target.heads[0] if target.heads else target.d_in
+    if units % shards:
+        what = "heads" if target.heads else "features"
         raise SpecError(
-            f"features cut over {rules.tensor!r} must divide by its {shards} devices; got {uneven} "
-            f"for {target.name!r}; use a smaller tensor axis"
+            f"the {what} of d_in of a row target must divide over the tensor axis of {shards} "
+            f"devices; got {units} for {target.name!r}; use a smaller tensor axis"
         )

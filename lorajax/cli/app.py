@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import jax
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +16,7 @@ from lorajax.cli.demo_report import print_report
 from lorajax.cli.generate import DEFAULT_SLOTS, GenerateOptions
 from lorajax.cli.generate import generate as run_generate
 from lorajax.cli.inspect_adapter import inspect_adapter
+from lorajax.cli.processes import Processes, leave
 from lorajax.errors import LoraError
 
 app = typer.Typer(
@@ -43,6 +45,40 @@ OutputFile = Annotated[
         '"logprobs"; or {"id", "error"}.',
     ),
 ]
+
+
+Mesh = Annotated[
+    str | None,
+    typer.Option(
+        metavar="AXIS=SIZE,...",
+        help="Devices to serve on: data (rows), fsdp (rows and weights), tensor (features), "
+        "for example data=2,tensor=4. By default one device.",
+    ),
+]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Process 0, where several processes run this command on one mesh.",
+    ),
+]
+ProcessId = Annotated[int | None, typer.Option(help="Which process this is; 0 writes the output.")]
+Distributed = Annotated[
+    bool,
+    typer.Option("--distributed", help="Ask the cluster for these three (TPU pods, Slurm)."),
+]
+Slots = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Slots on the device; by default {DEFAULT_SLOTS}, or what the largest adapter "
+        "or mix takes. More adapters than slots is normal."
+    ),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=DIR", help="A PEFT adapter and its name; may be repeated."),
+]
+NumProcesses = Annotated[int | None, typer.Option(help="How many processes.")]
 
 
 def run() -> None:
@@ -82,10 +118,7 @@ def generate(
     model: Annotated[Path, typer.Option(help="Folder of a Hugging Face model.")],
     input_file: InputFile,
     output_file: OutputFile,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=DIR", help="A PEFT adapter and its name; may be repeated."),
-    ] = None,
+    adapter: Adapters = None,
     max_tokens: Annotated[
         int, typer.Option(help="Tokens to generate for lines that do not say.")
     ] = 32,
@@ -95,13 +128,7 @@ def generate(
             metavar="float32|bfloat16", help="Element type; by default the model's (or float32)."
         ),
     ] = None,
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Slots on the device; by default {DEFAULT_SLOTS}, or what the largest adapter "
-            "or mix takes. More adapters than slots is normal."
-        ),
-    ] = None,
+    slots: Slots = None,
     slot_rank: Annotated[
         int, typer.Option(help="Rank of a slot, a multiple of 8; adapters take several.")
     ] = 16,
@@ -109,11 +136,17 @@ def generate(
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Also write each token's log probability.")
     ] = False,
+    mesh: Mesh = None,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+    distributed: Distributed = False,
 ) -> None:
     """Continue prompts greedily, each with its own adapter, all in shared batches.
 
     Exit status: 0 all lines served, 1 some lines failed, 2 unusable arguments.
     """
+    several = distributed or any(x is not None for x in (coordinator, num_processes, process_id))
 
     def body() -> int:
         opts = GenerateOptions(
@@ -127,6 +160,8 @@ def generate(
             slot_rank=slot_rank,
             batch_size=batch_size,
             logprobs=logprobs,
+            mesh=options.mesh_axes(mesh),
+            processes=Processes(coordinator, num_processes, process_id) if several else None,
         )
         return run_generate(opts, Console(stderr=True))
 
@@ -157,6 +192,8 @@ def _exit_with(body: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:  # a traceback helps nobody at a command line
+        if jax.distributed.is_initialized():
+            _fail(f"all processes must go on; got {error}; look for the first error of any", 2)
         _fail(f"unexpected {type(error).__name__}: {error}; please report this", 2)
     else:
         raise typer.Exit(status)
@@ -165,4 +202,6 @@ def _exit_with(body: Callable[[], int]) -> None:
 def _fail(message: str, status: int) -> NoReturn:
     console = Console(stderr=True)
     console.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    if jax.distributed.is_initialized():
+        leave(status)
     raise typer.Exit(status)

@@ -1,10 +1,12 @@
 """`lorajax generate`: JSON lines in, greedy continuations out, all lines in shared batches."""
 
 import dataclasses
+import hashlib
+import io
 import json
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,10 +21,12 @@ from lorajax.adapters import load_adapter
 from lorajax.cli import options
 from lorajax.cli.lines import Line, read_lines
 from lorajax.cli.options import UsageError
+from lorajax.cli.processes import Processes, join, partition_of
 from lorajax.cli.tokenizer import encoder
 from lorajax.engine import Engine, Limits, RequestError, Result, Steps, eos_token_ids
 from lorajax.errors import AdapterError, LoraError
 from lorajax.runtime import AdapterManager
+from lorajax.sharding import agree, state_shardings
 from lorajax.spec import LoraSpec
 
 #: Slots, unless an adapter or a mix needs more.
@@ -33,7 +37,10 @@ _LENGTH_STEP = 64
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Arguments of `lorajax generate`; `slots` and `dtype` None mean: choose."""
+    """Arguments of `lorajax generate`; `slots` and `dtype` None mean: choose.
+
+    `mesh` None is one device. With `processes` other processes run the same command.
+    """
 
     model: Path
     adapters: Mapping[str, Path]
@@ -45,6 +52,8 @@ class GenerateOptions:
     slot_rank: int
     batch_size: int
     logprobs: bool
+    mesh: Mapping[str, int] | None = None
+    processes: Processes | None = None
 
 
 def generate(opts: GenerateOptions, console: Console) -> int:
@@ -62,29 +71,56 @@ def generate(opts: GenerateOptions, console: Console) -> int:
         OSError: Input or output cannot be read or written.
     """
     _check_paths(opts)
+    first = join(opts.processes)
+    partition = partition_of(opts.mesh)
     config = models.ModelConfig.from_hf(opts.model)
     dtype = options.dtype(opts.dtype, config.dtype)
     lines = _read_input(opts, Limits(config.vocab_size, config.max_positions))
     spec, adapters = _load_adapters(opts, dtype, lines, console)
     eos_ids = eos_token_ids(opts.model)
-    steps = Steps(models.load_model(opts.model, dtype=dtype))
-    manager = AdapterManager(spec, sources=adapters)
+    agree(_alike(opts, spec, adapters, eos_ids))
+    steps = Steps(
+        models.load_model(opts.model, dtype=dtype, partition=partition), partition=partition
+    )
+    shardings = None if partition is None else state_shardings(spec, partition.mesh)
+    manager = AdapterManager(spec, sources=adapters, shardings=shardings, agree=agree)
     requests = [line.request for line in lines if line.request is not None]
     lengths = [len(r.prompt_ids) + r.max_tokens for r in requests]
     longest = -(-max(lengths, default=1) // _LENGTH_STEP) * _LENGTH_STEP
     engine = Engine(
         steps,
         manager,
-        num_rows=max(1, min(opts.batch_size, len(requests))),
+        num_rows=_rows(opts.batch_size, len(requests), steps.row_shards),
         max_length=min(longest, config.max_positions),
         eos_ids=eos_ids,
     )
     start = time.perf_counter()
-    with opts.output.open("w", encoding="utf-8") as out:
+    with opts.output.open("w", encoding="utf-8") if first else io.StringIO() as out:
         results = _with_progress(engine.serve(requests), len(requests), console)
         failed = _write_in_order(lines, results, out, logprobs=opts.logprobs)
-    _summary(console, engine, spec, len(lines), failed, time.perf_counter() - start)
+    if first:
+        _summary(console, engine, spec, len(lines), failed, time.perf_counter() - start)
     return 1 if failed else 0
+
+
+def _alike(
+    opts: GenerateOptions, spec: LoraSpec, adapters: Mapping[str, Adapter], eos_ids: Iterable[int]
+) -> list[str]:
+    """What every process must have alike, for `lorajax.sharding.agree`."""
+    files = {"input": opts.input, "model config": opts.model / "config.json"}
+    hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    return [
+        *(f"{name} {digest[:16]}" for name, digest in hashes.items()),
+        f"{spec.num_slots} slots of rank {spec.slot_rank}, {spec.dtype}",
+        f"batch size {opts.batch_size}, max tokens {opts.max_tokens}",
+        f"end of sequence {sorted(eos_ids)}",
+        *(f"adapter {name!r} {adapter.digest[:16]}" for name, adapter in sorted(adapters.items())),
+    ]
+
+
+def _rows(batch_size: int, requests: int, row_shards: int) -> int:
+    """Rows of the batch: no more than there are requests, and a multiple of the mesh's shards."""
+    return max(1, -(-min(batch_size, requests) // row_shards)) * row_shards
 
 
 def _check_paths(opts: GenerateOptions) -> None:

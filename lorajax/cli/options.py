@@ -10,6 +10,9 @@ from lorajax.errors import LoraError
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
+#: Axes of `--mesh`.
+MESH_AXES = ("data", "fsdp", "tensor")
+
 #: Slots of a spec that only reads adapters: any rank fits, and no arrays are made.
 UNBOUNDED_SLOTS = 1 << 16
 
@@ -36,6 +39,28 @@ def adapter_folders(options: Sequence[str]) -> dict[str, Path]:
         folders[name] = Path(folder)
         check_folder(folders[name], f"adapter {name!r}", "adapter_config.json")
     return folders
+
+
+def mesh_axes(option: str | None) -> dict[str, int] | None:
+    """`--mesh data=2,tensor=4` as axes and sizes.
+
+    Raises:
+        UsageError: It is not of this form, or an axis is unknown or given twice.
+    """
+    if option is None:
+        return None
+    axes: dict[str, int] = {}
+    for part in option.split(","):
+        name, equals, size = part.strip().partition("=")
+        if name not in MESH_AXES or not equals or not size.isdecimal() or int(size) < 1:
+            raise UsageError(
+                f"--mesh must be AXIS=SIZE,... with axes of {list(MESH_AXES)}; got {part!r}; "
+                "write --mesh data=2,tensor=4"
+            )
+        if name in axes:
+            raise UsageError(f"an axis of --mesh must be given once; got {name!r} twice; drop one")
+        axes[name] = int(size)
+    return axes
 
 
 def check_folder(path: Path, what: str, file: str) -> None:

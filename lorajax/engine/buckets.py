@@ -15,12 +15,14 @@ class PrefillBatch:
 
     Attributes:
         members: Indices of the prompts.
+        places: For each of the members, its place among the K.
         tokens: `i32[K, Q]`, zeros behind each prompt.
         lengths: `i32[K]`, tokens of each prompt; 0 for padding.
         rows: `i32[K]`, row of the batch (and cache) of each prompt; -1 for padding.
     """
 
     members: tuple[int, ...]
+    places: tuple[int, ...]
     tokens: np.ndarray
     lengths: np.ndarray
     rows: np.ndarray
@@ -30,6 +32,7 @@ class PrefillBatch:
         """K = `count` unused places of Q = `width` tokens."""
         return cls(
             members=(),
+            places=(),
             tokens=np.zeros((count, width), np.int32),
             lengths=np.zeros(count, np.int32),
             rows=np.full(count, -1, np.int32),
@@ -64,7 +67,13 @@ def bucket_counts(width: int, num_rows: int, max_tokens: int) -> list[int]:
 
 
 def prefill_batches(
-    prompts: Sequence[Sequence[int]], rows: Sequence[int], *, max_length: int, max_tokens: int
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    *,
+    max_length: int,
+    max_tokens: int,
+    shards: int = 1,
+    shard_rows: int = 1 << 30,
 ) -> list[PrefillBatch]:
     """Groups prompts of like length and pads each group to powers of two.
 
@@ -74,27 +83,36 @@ def prefill_batches(
         prompts: Token ids.
         rows: Row of the batch of each prompt.
         max_length: A padded prompt is never longer: the length of a cache row.
-        max_tokens: A step has at most this many tokens, padding included, or one prompt.
+        max_tokens: A step has at most this many tokens a shard, padding included, or one prompt.
+        shards: Devices that the rows are cut over; each gets the prompts of its own rows, and an
+            equal share of K.
+        shard_rows: Rows of each.
     """
-    groups: dict[int, list[int]] = {}
+    groups: dict[int, list[list[int]]] = {}
     for i, prompt in enumerate(prompts):
-        groups.setdefault(bucket_width(len(prompt), max_length), []).append(i)
+        width = bucket_width(len(prompt), max_length)
+        groups.setdefault(width, [[] for _ in range(shards)])[rows[i] // shard_rows].append(i)
     batches = []
-    for width, members in sorted(groups.items()):
+    for width, group in sorted(groups.items()):
         most = most_prompts(width, max_tokens)
-        for start in range(0, len(members), most):
-            part = tuple(members[start : start + most])
-            batches.append(
-                _padded(part, [prompts[i] for i in part], [rows[i] for i in part], width)
-            )
+        for start in range(0, max(len(own) for own in group), most):
+            parts = [own[start : start + most] for own in group]
+            batches.append(_padded(parts, prompts, rows, width))
     return batches
 
 
 def _padded(
-    members: tuple[int, ...], prompts: Sequence[Sequence[int]], rows: Sequence[int], width: int
+    parts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    width: int,
 ) -> PrefillBatch:
-    batch = PrefillBatch.empty(round_up(len(members)), width)
-    for k, prompt in enumerate(prompts):
-        batch.tokens[k, : len(prompt)] = prompt
-        batch.lengths[k], batch.rows[k] = len(prompt), rows[k]
-    return replace(batch, members=members)
+    """One batch; `parts` are the indices of each shard's prompts."""
+    share = round_up(max(len(part) for part in parts))
+    batch = PrefillBatch.empty(len(parts) * share, width)
+    members = [i for part in parts for i in part]
+    places = [s * share + k for s, part in enumerate(parts) for k in range(len(part))]
+    for i, k in zip(members, places, strict=True):
+        batch.tokens[k, : len(prompts[i])] = prompts[i]
+        batch.lengths[k], batch.rows[k] = len(prompts[i]), rows[i]
+    return replace(batch, members=tuple(members), places=tuple(places))

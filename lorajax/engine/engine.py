@@ -13,6 +13,7 @@ from lorajax.engine.request import AdapterChoice, Limits, Request, RequestError,
 from lorajax.engine.steps import Choice, Steps
 from lorajax.errors import LoraError, PoolFullError
 from lorajax.runtime import AdapterManager
+from lorajax.sharding import together
 
 
 @dataclass
@@ -42,11 +43,15 @@ class Engine:
     Args:
         steps: The model's compiled steps.
         manager: Adapters; its state is read anew each step.
-        num_rows: N, rows of the batch.
+        num_rows: N, rows of the batch; on a mesh a multiple of `steps.row_shards`.
         max_length: Positions of a cache row: tokens of a prompt and its continuation.
         eos_ids: Ids that end a continuation; the id is part of it.
         max_overtakes: How often a request that waits for slots may be overtaken by later ones.
-        max_prefill_tokens: Tokens of a prefill step, padding included, if it has several prompts.
+        max_prefill_tokens: Tokens of a prefill step, padding included, if it has several prompts;
+            on a mesh, for each shard of the rows.
+
+    Raises:
+        RequestError: The rows do not divide over the mesh.
     """
 
     def __init__(
@@ -64,16 +69,21 @@ class Engine:
         self.num_rows, self.eos_ids = num_rows, eos_ids
         self.max_overtakes, self.max_prefill_tokens = max_overtakes, max_prefill_tokens
         self.limits = Limits(steps.config.vocab_size, max_length)
+        if num_rows % steps.row_shards:
+            raise RequestError(
+                f"rows must divide over the {steps.row_shards} devices that cut them; got "
+                f"{num_rows}; use a multiple"
+            )
 
     def warm_up(self, max_prompt: int) -> None:
         """Compiles every shape that prompts of up to `max_prompt` tokens can need, and decode.
 
         Without it a shape is compiled when it first occurs.
         """
-        batch = _Batch(self)
+        batch, shards = _Batch(self), self.steps.row_shards
         for width in bucket_widths(max_prompt, self.limits.max_length):
-            for K in bucket_counts(width, self.num_rows, self.max_prefill_tokens):
-                prompts = PrefillBatch.empty(K, width)
+            for K in bucket_counts(width, self.num_rows // shards, self.max_prefill_tokens):
+                prompts = PrefillBatch.empty(shards * K, width)
                 _, batch.cache = self.steps.prefill(
                     self.manager.state, batch.cache, prompts, batch.row_weights
                 )
@@ -121,6 +131,7 @@ class _Batch:
         self.tokens = np.zeros(N, np.int32)
         self.positions = np.full(N, -1, np.int32)
         self.changed = True  # rows or slots were freed since the last admission
+        self._shard_rows = N // engine.steps.row_shards
 
     def join(self) -> Iterator[Result]:
         """Admits from the queue, and runs the prompts of who joined."""
@@ -189,13 +200,22 @@ class _Batch:
         Raises:
             LoraError: There is no lease for it.
         """
-        row = next(r for r in range(self.engine.num_rows) if r not in self.running)
+        row = self._free_row()
         with contextlib.ExitStack() as stack:
             lease = stack.enter_context(self.engine.manager.lease([request.adapter]))
             self.row_weights[row] = np.asarray(lease.row_weights)[0]
             entry = _Running(request, row, stack.pop_all())
         self.running[row] = entry
         return entry
+
+    def _free_row(self) -> int:
+        """The first free row of the devices that serve fewest."""
+        share = self._shard_rows
+        busy = [0] * self.engine.steps.row_shards
+        for row in self.running:
+            busy[row // share] += 1
+        free = (r for r in range(self.engine.num_rows) if r not in self.running)
+        return min(free, key=lambda row: (busy[row // share], row))
 
     def _prefill(self, joined: list[_Running]) -> Iterator[Result]:
         engine = self.engine
@@ -204,6 +224,8 @@ class _Batch:
             [entry.row for entry in joined],
             max_length=engine.limits.max_length,
             max_tokens=engine.max_prefill_tokens,
+            shards=engine.steps.row_shards,
+            shard_rows=self._shard_rows,
         )
         for batch in batches:
             choice, self.cache = engine.steps.prefill(
@@ -213,7 +235,7 @@ class _Batch:
             entries = [joined[i] for i in batch.members]
             for entry in entries:
                 self.positions[entry.row] = len(entry.request.prompt_ids) - 1
-            yield from self._advance(entries, list(range(len(entries))), choice)
+            yield from self._advance(entries, list(batch.places), choice)
 
     def decode(self) -> Iterator[Result]:
         """One step of all running rows."""
@@ -231,8 +253,9 @@ class _Batch:
         self, entries: list[_Running], index: list[int], choice: Choice
     ) -> Iterator[Result]:
         """Appends each entry's chosen token, `choice.tokens[index]`, and ends who is done."""
-        tokens, logprobs = np.asarray(choice.tokens), np.asarray(choice.logprobs)
-        logits = None if choice.logits is None else np.asarray(choice.logits)
+        with together():
+            tokens, logprobs = np.asarray(choice.tokens), np.asarray(choice.logprobs)
+            logits = None if choice.logits is None else np.asarray(choice.logits)
         for entry, i in zip(entries, index, strict=True):
             token, logprob = int(tokens[i]), float(logprobs[i])
             entry.tokens.append(token)

@@ -3,7 +3,7 @@
 import contextlib
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from lorajax.runtime.policy import EvictionPolicy, get_policy
 from lorajax.runtime.pool import Pool, Resident, Version
 from lorajax.runtime.registry import Entry, Source, entry_version, version_of
 from lorajax.runtime.rows import CacheKey, Row
-from lorajax.runtime.slots import Slots, empty_slots, sync
+from lorajax.runtime.slots import Slots, described, empty_slots, sync
 from lorajax.spec import LoraSpec
 from lorajax.state import LoraState
 
@@ -49,6 +49,7 @@ class AdapterManager:
         policy: str | EvictionPolicy = "lru",
         shardings: Any = None,
         pinned: Iterable[str] = (),
+        agree: Callable[[Sequence[str]], None] | None = None,
     ):
         """Makes the slots and compiles what writes them.
 
@@ -59,6 +60,9 @@ class AdapterManager:
             policy: "lru", "fifo", or a function (`EvictionPolicy`).
             shardings: A `LoraState` of shardings, or None for the default device.
             pinned: Names of `sources` to load and pin now.
+            agree: Called before slots are written, with a line for each slot's adapter and the hash
+                of its content. Where several processes serve together,
+                `lorajax.sharding.agree`, which raises if theirs differ; then nothing is written.
 
         Raises:
             SpecError: `max_rank` or `policy` does not fit.
@@ -74,7 +78,7 @@ class AdapterManager:
         self.spec = spec
         self.max_rank = most if max_rank is None else max_rank
         self._policy = get_policy(policy)
-        self._shardings = shardings
+        self._shardings, self._agree = shardings, agree
         self._lock = threading.Lock()
         self._entries: dict[str, Entry] = {}
         self._ledger = Ledger(Pool(spec.num_slots))
@@ -305,6 +309,10 @@ class AdapterManager:
         memory), the error is raised here, no decision is lost, and the next read writes all anew.
         """
         with self._locked():
+            table = self._ledger.pool.table
+            changed = self._slots is None or self._slots.table != table
+            if self._agree is not None and changed:
+                self._agree(described(table))
             slots, self._slots = self._slots, None
             if slots is None:  # the last write failed: its arrays were donated
                 slots = empty_slots(self.spec, self._shardings)

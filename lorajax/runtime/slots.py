@@ -9,6 +9,9 @@ from lorajax.runtime.pool import Pool, Version
 from lorajax.spec import LoraSpec
 from lorajax.state import LoraState, clear_slots, init_state, write_slots
 
+#: As `Pool.table`: for each slot a version and its packed block, or None for zeros.
+Table = tuple[tuple[Version, int] | None, ...]
+
 
 @dataclass(frozen=True)
 class Slots:
@@ -16,11 +19,20 @@ class Slots:
 
     Attributes:
         state: The slot arrays.
-        table: As `Pool.table`: for each slot a version and its packed block, or None for zeros.
+        table: What they hold.
     """
 
     state: LoraState
-    table: tuple[tuple[Version, int] | None, ...]
+    table: Table
+
+
+def described(table: Table) -> list[str]:
+    """A line for each slot that holds something: adapter, hash of its content, packed block."""
+    return [
+        f"slot {slot}: {held[0].name!r} {held[0].digest[:16]} block {held[1]}"
+        for slot, held in enumerate(table)
+        if held is not None
+    ]
 
 
 def empty_slots(spec: LoraSpec, shardings: Any = None) -> Slots:

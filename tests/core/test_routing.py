@@ -9,8 +9,9 @@ import lorajax as lj
 
 @st.composite
 def batches(draw):
-    N, S = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    T, block = draw(st.integers(1, 12)), draw(st.sampled_from([None, 1, 4, 5]))
+    # Few shapes, since each is compiled; the contents are what matters.
+    N, S, T = draw(st.sampled_from([(1, 1, 1), (3, 5, 12)]))
+    block = draw(st.sampled_from([None, 1, 5]))
     weight = st.sampled_from([0.0, 0.0, 1.0, 0.25, -0.5])
     rows = [[draw(weight) for _ in range(S)] for _ in range(N)]
     token_row = [draw(st.integers(-1, N - 1)) for _ in range(T)]

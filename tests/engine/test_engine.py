@@ -192,6 +192,7 @@ class _Failing:
 
     def __init__(self, steps, decode):
         self.init_cache, self.prefill, self.decode = steps.init_cache, steps.prefill, decode
+        self.row_shards = steps.row_shards
 
 
 def test_base_requests_do_not_wait_for_adapters(steps, manager):
