@@ -37,12 +37,13 @@ from lorajax.models.synthetic import (
     write_base,
 )
 
+#: Widths of SmolLM2-135M, which people do run on a CPU; fewer layers and a small vocabulary.
 BASE = SyntheticBase(
-    hidden_size=768,
-    intermediate_size=2048,
-    num_hidden_layers=4,
-    num_attention_heads=12,
-    num_key_value_heads=4,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=6,
+    num_attention_heads=9,
+    num_key_value_heads=3,
     vocab_size=512,
 )
 RANK = 16

@@ -9,8 +9,16 @@ from typing import Any, Literal
 from lorajax.errors import SpecError
 from lorajax.target import Target
 
-#: Families with Llama's module names and its order of products.
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+
+#: Families with Llama's module names and its order of products, and the fields whose default in
+#: transformers differs from the obvious one, so that they may not be absent.
+LLAMA_LIKE: Mapping[str, tuple[str, ...]] = {
+    "llama": (),
+    "mistral": ("num_key_value_heads",),
+    "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"),
+}
 
 _FUSED = (
     ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -76,13 +84,12 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
             f"model_type must be one of {list(LLAMA_LIKE)}; got {cfg.get('model_type')!r}; "
             "for another architecture write its Targets by hand: LoraSpec(targets=(Target(...),))"
         )
-    try:
-        hidden, inner = int(cfg["hidden_size"]), int(cfg["intermediate_size"])
-        heads, layers = int(cfg["num_attention_heads"]), int(cfg["num_hidden_layers"])
-    except KeyError as error:
+    missing = [k for k in (*_SIZES, *LLAMA_LIKE[cfg["model_type"]]) if cfg.get(k) is None]
+    if missing:
         raise SpecError(
-            f"config.json must have {error}; got keys {sorted(cfg)}; pass the base model's config"
-        ) from error
+            f"config.json must have {missing}; got keys {sorted(cfg)}; pass the base model's config"
+        )
+    hidden, inner, heads, layers = (int(cfg[k]) for k in _SIZES)
     head_dim = int(cfg.get("head_dim") or hidden // heads)
     kv_heads = int(cfg.get("num_key_value_heads") or heads)
     q, kv = heads * head_dim, kv_heads * head_dim

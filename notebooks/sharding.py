@@ -101,8 +101,8 @@ assert got == want
 # ## Where the columns lie
 #
 # Each device needs the columns of q, k and v of its own heads. A plain cut of q|k|v would give the
-# first devices only q. So the columns are laid out as q₀|k₀|v₀|q₁|k₁|v₁ and so on, in the base weight
-# and in B, when they are written. A key-value head that two devices need is on both.
+# first devices only q. So the columns are laid out as q₀|k₀|v₀|q₁|k₁|v₁ and so on, in the base
+# weight and in B, when they are written. A key-value head that two devices need is on both.
 
 # %%
 slots = eight.manager.state["self_attn.qkv_proj"]

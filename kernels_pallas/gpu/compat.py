@@ -19,7 +19,7 @@ def load(ref: Ref, layout: Any) -> jax.Array:
     """Loads a whole reference from global memory, or from shared memory without tiling."""
     if _LOAD_NEEDS_INDEX:
         return plgpu.load(ref, (), layout=layout, optimized=False)
-    return plgpu.load(ref, layout=layout, optimized=False)
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
 def store(ref: Ref, value: jax.Array) -> None:

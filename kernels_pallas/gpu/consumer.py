@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -25,6 +26,8 @@ from lorajax.kernels_pallas.gpu.refs import (
     y_inbox,
 )
 from lorajax.kernels_pallas.gpu.schedule import Scalar
+
+ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def consume(plan: Plan, r: Refs, sm: Scalar, wg: Scalar) -> None:
@@ -106,7 +109,7 @@ def run_shrink(plan, r, wg, job, count, stage):
             def _():
                 store(r.h_part.at[job, wg], total)
 
-    pl.run_scoped(scope, plgpu.ACC((HALF, plan.columns), jnp.float32))
+    pl.run_scoped(scope, ACC((HALF, plan.columns), jnp.float32))
     if plan.parts is None:
         pl.when(used & (count > 1))(lambda: add_h(plan, r, wg, tile, part, count, finish))
 
@@ -149,13 +152,15 @@ def add_up(found, count):
 def write_h(plan, r, wg, block, slots, target, column, scale, value, t, width):
     """Masks, scales and stores hᵀ of 64 rank rows and `width` tokens from t on."""
     rows = plgpu.broadcasted_iota(jnp.int32, (HALF, width), 0, layout=WGMMA)
-    weight = None
-    for j, (slot, _) in enumerate(slots):
-        vector = load(r.mask.at[slot, pl.ds(block * plan.block + t, width)], WGMMA.reduce(0))
+
+    def weights(j: int) -> jax.Array:
+        vector = load(r.mask.at[slots[j][0], pl.ds(block * plan.block + t, width)], WGMMA.reduce(0))
         used = schedule.div(column + j * plan.piece, plan.rank) < r.count[block]
-        vector = jnp.where(used, vector, 0.0)
-        spread = lax.broadcast_in_dim(vector, (HALF, width), (1,))
-        weight = spread if weight is None else jnp.where(rows >= j * plan.piece, spread, weight)
+        return lax.broadcast_in_dim(jnp.where(used, vector, 0.0), (HALF, width), (1,))
+
+    weight = weights(0)
+    for j in range(1, len(slots)):
+        weight = jnp.where(rows >= j * plan.piece, weights(j), weight)
     spread = lax.broadcast_in_dim(scale, (HALF, width), (0,))
     value = jnp.where(weight != 0.0, value * (spread * weight), 0.0)
     put(r.h_out.at[wg], value.astype(r.h.dtype), r.h, target + t, column, width)
@@ -204,7 +209,7 @@ def run_tile(plan, r, sm, wg, index, stage):
             value = total[:, t : t + width].astype(r.y.dtype)
             put(r.out.at[wg], value, r.y, row + t, target, width)
 
-    pl.run_scoped(scope, plgpu.ACC((HALF, plan.columns), jnp.float32))
+    pl.run_scoped(scope, ACC((HALF, plan.columns), jnp.float32))
     if plan.split > 1:
         add_y(plan, r, sm, wg, part, row, target)
     return stage + high - low + extra

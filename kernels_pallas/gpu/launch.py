@@ -1,6 +1,7 @@
 """From an op's arguments to a run of the Hopper kernel, or to the reason why it cannot run."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,10 +155,10 @@ def _body(plan: Plan, name: str) -> Callable[..., None]:
     return body
 
 
-def _scratch(plan: Plan, out_dtype: jnp.dtype, dtype: jnp.dtype) -> dict[str, object]:
+def _scratch(plan: Plan, out_dtype: jnp.dtype, dtype: jnp.dtype) -> dict[str, Any]:
     """Shared memory and barriers."""
 
-    def tiles(shape: tuple[int, ...], kind: jnp.dtype) -> object:
+    def tiles(shape: tuple[int, ...], kind: jnp.dtype) -> Any:
         swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(kind).itemsize * 8)
         wide = swizzle // jnp.dtype(kind).itemsize
         transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(swizzle))

@@ -81,7 +81,7 @@ def wait(counter: Ref, value: Scalar, *, reset: bool) -> None:
         _emit(ptx, operands, "l,r,b")
         mgpu.utils.warpgroup_barrier()
 
-    spin(counter, jnp.asarray(value, jnp.int32))
+    spin(counter, jnp.asarray(value, jnp.int32))  # pyright: ignore[reportCallIssue]
 
 
 def leave(counters: Ref, everyone: int, shared: int) -> None:
@@ -119,4 +119,4 @@ def leave(counters: Ref, everyone: int, shared: int) -> None:
         last = mgpu.utils.c(everyone - 1, i32)
         _emit(ptx, [mgpu.utils.memref_ptr(ref), last, _leader(), size], "l,r,b,l")
 
-    ticket(counters)
+    ticket(counters)  # pyright: ignore[reportCallIssue]

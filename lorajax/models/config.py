@@ -17,13 +17,6 @@ _REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-#: Fields whose default in transformers differs from the obvious one, so they may not be absent.
-_REQUIRED_OF = {
-    "llama": (),
-    "mistral": ("num_key_value_heads",),
-    "qwen2": ("num_key_value_heads",),
-    "qwen3": ("num_key_value_heads", "head_dim"),
-}
 #: Fields that change the maths: the values that are implemented (the first is what absence means).
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -159,7 +152,7 @@ class ModelConfig:
 
 
 def _check_fields(cfg: Mapping[str, Any], family: str) -> None:
-    missing = [k for k in (*_REQUIRED, *_REQUIRED_OF[family]) if cfg.get(k) is None]
+    missing = [k for k in (*_REQUIRED, *LLAMA_LIKE[family]) if cfg.get(k) is None]
     if missing:
         raise ModelError(
             f"the config of a {family} model must have {missing}; got {sorted(cfg)}; "

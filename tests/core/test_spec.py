@@ -106,6 +106,7 @@ def test_refused_specs(change, words):
     [
         (LLAMA | {"model_type": "mamba"}, ["mamba", "llama", "Target"]),
         ({"model_type": "llama"}, ["hidden_size"]),
+        (LLAMA | {"model_type": "qwen3"}, ["head_dim"]),
         ("no/such/folder", ["no/such/folder", "config.json"]),
         (3, ["int"]),
     ],
