@@ -35,7 +35,8 @@ oracle: $(VENV)/.oracle
 # an environment of its own, since JAX looks for a TPU wherever it is installed.
 tpu: .venv-tpu/.installed
 	JAX_PLATFORMS=cpu .venv-tpu/bin/python -m pytest -n $(WORKERS) -q \
-		tests/kernels/test_tpu_compile.py tests/kernels/test_tpu_model_step.py
+		tests/kernels/test_tpu_compile.py tests/kernels/test_tpu_model_step.py \
+		tests/sharding/test_collectives.py
 
 .venv-tpu/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-tpu

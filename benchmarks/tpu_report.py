@@ -30,7 +30,7 @@ from tpu_schedule import Kernel, kernel_bundles, read_blocks
 
 from lorajax.kernels_pallas import LoraWeights, Routing
 from lorajax.kernels_pallas.tpu.problem import Problem, describe
-from lorajax.kernels_pallas.tpu.tiles import CHIPS, Chip, Tiles, choose_tiles
+from lorajax.kernels_pallas.tpu.tiles import CHIPS, Chip, Tiles, choose_tiles, vmem_bytes
 from lorajax.kernels_pallas.tpu.traffic import floor, traffic
 
 DUMP = Path(tempfile.gettempdir()) / f"tpu_report_{os.getpid()}"
@@ -143,14 +143,16 @@ def report_forms(target: Target, module: str, tokens: int, active: int) -> None:
         jax.clear_caches()
         compiled, seconds = target.compile(form, *args)
         clear_dump()
+        vmem = "-"
         if name == "fused kernel":
+            vmem = f"{vmem_bytes(problem, tiles) / 2**20:.1f}"
             counts = [active if blocks == 1 else min(active, 2)] * blocks
             moved, cycles = traffic(problem, tiles, counts).total, "-"
         else:
             moved, cycles = compiled.cost_analysis()["bytes accessed"], estimated_cycles(compiled)
         temporary = compiled.memory_analysis().temp_size_in_bytes
         print(
-            f"| {target.chip.name} | {module} | {tokens} | {name} | {seconds:.1f} | "
+            f"| {target.chip.name} | {module} | {tokens} | {name} | {seconds:.1f} | {vmem} | "
             f"{temporary / 2**20:.1f} | {moved / 1e6:.1f} | {moved / least:.2f} | {cycles} |",
             flush=True,
         )
@@ -228,10 +230,10 @@ def main() -> None:
                 report_schedule(target, module, tokens)
     if "forms" in options.tables:
         print(
-            "\n| chip | module | tokens | form | compile s | temporary MiB | MB moved | / floor | "
-            "XLA's kilocycles |"
+            "\n| chip | module | tokens | form | compile s | VMEM MiB | temporary MiB | MB moved | "
+            "/ floor | XLA's kilocycles |"
         )
-        print("|---" * 9 + "|")
+        print("|---" * 10 + "|")
         for target, module, tokens in cases:
             report_forms(target, module, tokens, active=8)
     shutil.rmtree(DUMP)

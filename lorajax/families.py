@@ -34,6 +34,7 @@ class Family:
     num_layers: int
     dtype: str
     fused: tuple[tuple[str, tuple[str, ...]], ...]
+    vocab_size: int | None
 
 
 def load_config(config: object) -> Mapping[str, Any]:
@@ -119,6 +120,7 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
         num_layers=layers,
         dtype=str(cfg.get("dtype") or cfg.get("torch_dtype") or "bfloat16").removeprefix("torch."),
         fused=tuple((name, parts) for name, parts in _FUSED if set(parts) <= modules),
+        vocab_size=cfg.get("vocab_size"),
     )
 
 

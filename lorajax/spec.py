@@ -28,6 +28,8 @@ class LoraSpec:
             understood by the loader.
         fused: (module, parts) pairs: adapter files may hold one module for several, with B's rows
             in the order of the parts, for example ("mlp.gate_up_proj", ("mlp.gate_proj", ...)).
+        vocab_size: Tokens of the base model, or None if that is not known: adapters that add tokens
+            are refused.
         stack_layers: One array for all layers (loops over layers, Pallas kernels), or one for each
             layer (unrolled models on plain XLA, where slicing a stacked array is a copy).
     """
@@ -39,6 +41,7 @@ class LoraSpec:
     dtype: DTypeLike = "bfloat16"
     layers: str = "model.layers"
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    vocab_size: int | None = None
     stack_layers: bool = False
 
     def __post_init__(self):
@@ -105,6 +108,7 @@ class LoraSpec:
             slot_rank=slot_rank,
             dtype=family.dtype if dtype is None else dtype,
             fused=family.fused,
+            vocab_size=family.vocab_size,
             stack_layers=stack_layers,
         )
 

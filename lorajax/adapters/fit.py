@@ -68,6 +68,7 @@ def fit(adapter: PeftAdapter, spec: LoraSpec, problems: Problems) -> list[Placem
                     "keep one of them",
                 )
     _check_rank(adapter, spec, problems)
+    _check_tokens(adapter, spec, problems)
     return placements
 
 
@@ -126,15 +127,30 @@ def _check_rank(adapter: PeftAdapter, spec: LoraSpec, problems: Problems) -> Non
             )
 
 
-def base_shapes(adapter: PeftAdapter, spec: LoraSpec) -> dict[str, tuple[int, int]]:
-    """Base weight shapes `[d_out, d_in]` for tensors of the file that are full weights."""
+def _check_tokens(adapter: PeftAdapter, spec: LoraSpec, problems: Problems) -> None:
+    """Listed tokens that the base has are fine: many tokenizers write such a file."""
+    if spec.vocab_size is None:
+        return
+    for token, i in adapter.added_tokens.items():
+        if not isinstance(i, int) or i >= spec.vocab_size:
+            problems.add(
+                f"an adapter's tokens must be among the {spec.vocab_size} of the base model",
+                f"{token!r} with id {i!r} in added_tokens.json",
+                "extend the base model's vocabulary and embeddings first, and serve that model",
+            )
+
+
+def base_shapes(adapter: PeftAdapter, spec: LoraSpec) -> dict[str, str]:
+    """What the spec knows of the base's tensors that the file has full weights of."""
     known, shapes = spec_modules(spec), {}
     for tensor in adapter.others:
         path = names.module_path(tensor).removesuffix(".weight").removesuffix(".base_layer")
         at = names.locate(path, spec.layers)
         cuts = known.get(at.module) if at is not None else None
         if cuts:
-            shapes[tensor] = (cuts[-1].stop, cuts[0].target.d_in)
+            shapes[tensor] = f"base: [{cuts[-1].stop}, {cuts[0].target.d_in}]"
+        elif spec.vocab_size is not None and path.endswith(("embed_tokens", "lm_head")):
+            shapes[tensor] = f"base: a vocabulary of {spec.vocab_size}"
     return shapes
 
 

@@ -1,14 +1,19 @@
 """What an adapter holds, before any base model is known."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lorajax.adapters import names
 from lorajax.adapters.config import PeftConfig, read_config
 from lorajax.adapters.problems import Problems
-from lorajax.adapters.source import local_folder, open_weights, read_config_file
+from lorajax.adapters.source import (
+    local_folder,
+    open_weights,
+    read_added_tokens,
+    read_config_file,
+)
 from lorajax.adapters.tensors import FLOATS, TensorInfo, Tensors
 
 _DTYPES = frozenset(d.name for d in FLOATS.values())
@@ -50,6 +55,7 @@ class PeftAdapter:
         modules: Its modules by path.
         tensors: Its tensors: infos now, data on demand.
         others: Tensors that are no factors of a linear module, with their infos.
+        added_tokens: Ids of tokens that its tokenizer adds, from `added_tokens.json`.
     """
 
     name: str
@@ -58,6 +64,7 @@ class PeftAdapter:
     tensors: Tensors
     modules: Mapping[str, LoraModule] = field(default_factory=dict)
     others: Mapping[str, TensorInfo] = field(default_factory=dict)
+    added_tokens: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -104,7 +111,8 @@ def inspect_folder(source: str | Path, name: str | None) -> tuple[PeftAdapter, P
     config = read_config(raw, problems)
     if raw.get("peft_type") != "LORA":  # its file is not ours to read
         problems.refuse(name)
-    return describe(name, raw, config, open_weights(folder, name), problems), problems
+    adapter = describe(name, raw, config, open_weights(folder, name), problems)
+    return replace(adapter, added_tokens=read_added_tokens(folder, name)), problems
 
 
 def default_name(source: str | Path) -> str:
@@ -201,19 +209,19 @@ def _module(
 def report_others(
     adapter: PeftAdapter,
     problems: Problems,
-    base_shapes: Mapping[str, tuple[int, int]] | None = None,
+    base_shapes: Mapping[str, str] | None = None,
 ) -> None:
     """Notes tensors that are no LoRA factors of a linear module.
 
     Args:
         adapter: What was read.
         problems: Noted here.
-        base_shapes: Shapes `[d_out, d_in]` of base weights by tensor, where a spec knows them.
+        base_shapes: What the base has in the place of a tensor, where a spec knows it.
     """
     for tensor, info in adapter.others.items():
         rule, do = names.not_lora(tensor)
         base = (base_shapes or {}).get(tensor)
-        problems.add(rule, f"{tensor} {info}" + (f" (base: {list(base)})" if base else ""), do)
+        problems.add(rule, f"{tensor} {info}" + (f" ({base})" if base else ""), do)
 
 
 def unmatched_patterns(adapter: PeftAdapter) -> tuple[tuple[str, str], ...]:

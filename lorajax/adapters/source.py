@@ -12,6 +12,7 @@ from lorajax.errors import AdapterError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+ADDED_TOKENS = "added_tokens.json"
 _MAX_CONFIG_BYTES = 16 * 2**20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -63,7 +64,20 @@ def read_config_file(folder: Path, name: str) -> Mapping[str, Any]:
     Raises:
         AdapterError: It is missing, leads out of the folder, is too large, or no JSON object.
     """
-    path = _file(folder, CONFIG, name)
+    return _read_json(folder, CONFIG, name)
+
+
+def read_added_tokens(folder: Path, name: str) -> Mapping[str, Any]:
+    """Tokens that the adapter's tokenizer has beyond its vocabulary file, and their ids.
+
+    Raises:
+        AdapterError: The file is there and cannot be read.
+    """
+    return _read_json(folder, ADDED_TOKENS, name) if (folder / ADDED_TOKENS).exists() else {}
+
+
+def _read_json(folder: Path, file: str, name: str) -> Mapping[str, Any]:
+    path = _file(folder, file, name)
     try:
         size = path.stat().st_size
         if size > _MAX_CONFIG_BYTES:

@@ -120,7 +120,7 @@ class ModelConfig:
             cfg = load_config(config)
         except SpecError as error:
             raise ModelError(str(error)) from error
-        family = cfg.get("model_type")
+        family = str(cfg.get("model_type"))
         if family not in LLAMA_LIKE:
             raise ModelError(
                 f"model_type must be one of {list(LLAMA_LIKE)}; got {family!r}; "

@@ -1,11 +1,13 @@
 """Every refusal names the adapter, what is wrong, and leaves nothing half done."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from lorajax import AdapterError, LoraSpec, SpecError, Target
-from lorajax.adapters import adapter_from_tensors, load_adapter
+from lorajax.adapters import adapter_from_tensors, explain, load_adapter
 from tests.adapters.support import FUSED, INNER, KV, Q, config, spec, tensors, write
 
 P = "base_model.model.model.layers"
@@ -150,6 +152,35 @@ def test_a_tensor_that_is_no_lora_factor(name, shape, words):
     text = refused(config(), extra(name, shape))
     for word in [name, *words]:
         assert word in text
+
+
+def test_full_weights_of_another_vocabulary():
+    known = spec(vocab_size=128256)
+    for tensor in ("base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"):
+        with pytest.raises(AdapterError) as error:
+            adapter_from_tensors(config(), extra(tensor, (128320, 32)), known, name="a")
+        for word in (tensor, "[128320, 32]", "a vocabulary of 128256"):
+            assert word in str(error.value)
+
+
+@pytest.mark.parametrize("vocab_size", [None, 100])
+def test_added_tokens(tmp_path, vocab_size):
+    folder = write(tmp_path / "a", config(), tensors())
+    listed = {"<pad>": 7, "<last>": 99}
+    (folder / "added_tokens.json").write_text(json.dumps(listed))
+    load_adapter(folder, spec(vocab_size=vocab_size))  # the base has them all
+    (folder / "added_tokens.json").write_text(json.dumps(listed | {"<tool>": 100}))
+    if vocab_size is None:
+        load_adapter(folder, spec())
+        return
+    with pytest.raises(
+        AdapterError, match=r"100 of the base.*'<tool>' with id 100 in added_tokens"
+    ):
+        load_adapter(folder, spec(vocab_size=vocab_size))
+    assert explain(folder, spec(vocab_size=vocab_size)).problems
+    (folder / "added_tokens.json").write_text("[]")
+    with pytest.raises(AdapterError, match=r"added_tokens.json must hold one JSON object"):
+        load_adapter(folder, spec())
 
 
 def pair(path, r=4, d_in=32, d_out=Q):
