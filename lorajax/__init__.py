@@ -17,6 +17,7 @@ from lorajax.kernels_pallas import make_routing as make_routing
 from lorajax.merge import merge_adapter as merge_adapter
 from lorajax.runtime import AdapterManager as AdapterManager
 from lorajax.runtime import Lease as Lease
+from lorajax.runtime import infer_spec as infer_spec
 from lorajax.spec import LoraSpec as LoraSpec
 from lorajax.state import LoraState as LoraState
 from lorajax.state import clear_slots as clear_slots

@@ -1,8 +1,8 @@
 """`add_lora` on Hopper GPUs: the delta from the kernel, added to y by XLA in one pass."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lorajax.kernels_pallas.add_lora.xla import add_delta
 from lorajax.kernels_pallas.checks import Layer
 from lorajax.kernels_pallas.gpu.launch import current_device, launch, why_not
 from lorajax.kernels_pallas.routing import Routing
@@ -17,10 +17,8 @@ def add_lora(
     *,
     layer: Layer,
 ) -> Float[Array, "T d_out"]:
-    """Y plus the delta, summed in float32. Base rows keep y's very bits: y + 0.0 loses -0.0."""
-    delta = launch(x, None, weights, routing, layer=layer)
-    adapted = (routing.weights != 0).any(axis=0)[:, None]
-    return jnp.where(adapted, (y.astype(jnp.float32) + delta).astype(y.dtype), y)
+    """The kernel's delta, added to y."""
+    return add_delta(y, launch(x, None, weights, routing, layer=layer), routing)
 
 
 def unsupported(

@@ -17,7 +17,13 @@ def add_lora(
     *,
     layer: Layer,
 ) -> Float[Array, "T d_out"]:
-    """Y plus the delta, summed in float32. Base rows keep y's very bits: y + 0.0 loses -0.0."""
-    delta = lora_delta(x, weights, routing, layer=layer)
+    """The delta of the plain form, added to y."""
+    return add_delta(y, lora_delta(x, weights, routing, layer=layer), routing)
+
+
+def add_delta(
+    y: Float[Array, "T d_out"], delta: Float[Array, "T d_out"], routing: Routing
+) -> Float[Array, "T d_out"]:
+    """Adds in float32, and rounds once. Base rows keep y's very bits: y + 0.0 loses -0.0."""
     adapted = (routing.weights != 0).any(axis=0)[:, None]
     return jnp.where(adapted, (y.astype(jnp.float32) + delta).astype(y.dtype), y)
