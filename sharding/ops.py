@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from lorajax import apply
 from lorajax.kernels_pallas import Routing, make_routing
+from lorajax.kernels_pallas.add_lora.xla import add_delta
 from lorajax.kernels_pallas.routing import MAX_BLOCK
 from lorajax.sharding.partition import Partition
 from lorajax.sharding.rules import AxisRules
@@ -92,8 +93,7 @@ class ShardedOps:
         """
         if slots.target.parallel == "row":
             delta = self.lora_delta(x, slots, routing, layer=layer, implementation=implementation)
-            total = (y.astype(jnp.float32) + delta).astype(y.dtype)
-            return jnp.where(delta != 0, total, y)  # y + 0.0 would lose -0.0 in base rows
+            return add_delta(y, delta, routing)
         return self._run(apply.add_lora, {"y": y, "x": x}, slots, routing, layer, implementation)
 
     def lora_linear(
