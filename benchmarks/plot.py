@@ -20,7 +20,9 @@ def draw(records: list[dict[str, Any]], path: Path, rank: str = "16") -> None:
         line = sorted((r["tokens"], r["retention"]) for r in rows if r["adapters"] == count)
         kept.plot(*zip(*line, strict=True), marker="o", label=f"{count} adapters")
     kept.axhline(1.0, color="grey", linewidth=0.8)
-    kept.set(xscale="log", xlabel="tokens", ylabel="base step / step with adapters")
+    kept.set(xlabel="tokens", ylabel="base step / step with adapters")
+    kept.set_xscale("log", base=2)
+    added.set_xscale("log", base=2)
     best = {cell[1:3]: us for cell, (_, us) in peers.best().items() if str(cell[3]) == rank}
     for i, tokens in enumerate(sorted({r["tokens"] for r in rows})):
         line = sorted((r["adapters"], r["added_us"]) for r in rows if r["tokens"] == tokens)
@@ -29,7 +31,7 @@ def draw(records: list[dict[str, Any]], path: Path, rank: str = "16") -> None:
         if theirs:
             label = f"{tokens} tokens, best peer"
             added.plot(*zip(*theirs, strict=True), "--", marker="x", color=f"C{i}", label=label)
-    added.set(xscale="log", yscale="symlog", xlabel="adapters", ylabel="added, us a layer")
+    added.set(yscale="symlog", xlabel="adapters", ylabel="added, us a layer")
     for panel in (kept, added):
         panel.legend(fontsize="x-small")
     figure.suptitle(f"rank {rank}")

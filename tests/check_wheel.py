@@ -22,7 +22,8 @@ def main(dist: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert tops == {"lorajax"}, f"the wheel must hold one top-level package; got {sorted(tops)}"
-    assert "lorajax/py.typed" in names, "the wheel must hold lorajax/py.typed"
+    for name in ("py.typed", "kernels_pallas/gpu/tiles/nvidia-h200.json"):
+        assert f"lorajax/{name}" in names, f"the wheel must hold lorajax/{name}"
     for archive in (wheel, sdist):
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "target"

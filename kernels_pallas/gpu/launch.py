@@ -14,7 +14,8 @@ from lorajax.kernels_pallas.checks import Layer
 from lorajax.kernels_pallas.gpu import kernel, refs
 from lorajax.kernels_pallas.gpu.plan import EPILOGUE, HALF, TILE, Device, Plan, unsupported
 from lorajax.kernels_pallas.gpu.schedule import Ref
-from lorajax.kernels_pallas.routing import Routing
+from lorajax.kernels_pallas.gpu.tiles import find as find_tile
+from lorajax.kernels_pallas.routing import MAX_BLOCK, Routing
 from lorajax.kernels_pallas.weights import LoraWeights
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")  #: In the names of GPUs of capability 9.0.
@@ -32,12 +33,12 @@ def current_device() -> Device | str:
     if abstract is not None:
         kind = abstract.device_kind
         if any(name in kind for name in HOPPER):
-            return Device(abstract.num_cores or 132, HOPPER_SHARED_BYTES)
+            return Device(abstract.num_cores or 132, HOPPER_SHARED_BYTES, kind)
         return f"it needs an NVIDIA GPU of compute capability 9.0 (Hopper); got {kind}"
     device = jax.devices()[0]
-    if getattr(device, "compute_capability", None) == "9.0":
-        return Device(device.core_count, HOPPER_SHARED_BYTES)
     kind = device.device_kind
+    if getattr(device, "compute_capability", None) == "9.0":
+        return Device(device.core_count, HOPPER_SHARED_BYTES, kind)
     return f"it needs an NVIDIA GPU of compute capability 9.0 (Hopper); got {kind}"
 
 
@@ -50,16 +51,19 @@ def make_plan(
 ) -> Plan:
     """The plan of a launch on a device."""
     _, S, _, R, d_in = weights.A.shape
+    T, d_out = x.shape[0], weights.B.shape[-1]
+    measured = has_base and routing.block == min(T, MAX_BLOCK)
     return Plan(
         device=device,
-        tokens=x.shape[0],
+        tokens=T,
         block=routing.block,
         d_in=d_in,
-        d_out=weights.B.shape[-1],
+        d_out=d_out,
         slots=S,
         rank=R,
         slices=weights.slices,
         has_base=has_base,
+        tile=find_tile(device.kind, d_in, d_out, T) if measured else None,
     )
 
 

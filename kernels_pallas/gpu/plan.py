@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from lorajax.kernels_pallas.gpu.tiles import Tile
+
 TILE = 128  #: Columns of y, or rows of A, of one tile: two warpgroups of wgmma's M = 64.
 HALF = 64  #: Columns of y, or rows of A, of one warpgroup.
 MAX_BLOCK = 256  #: wgmma's largest N; tokens are the N side.
@@ -17,10 +19,12 @@ class Device:
     Attributes:
         sms: Streaming multiprocessors; the grid is one block on each.
         shared_bytes: Shared memory that a block may use.
+        kind: JAX's name of the device, by which measured tiles are found.
     """
 
     sms: int
     shared_bytes: int
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Plan:
         rank: R.
         slices: Widths of the G slices.
         has_base: The launch also computes x w.
+        tile: What was measured to be best, or None: then rules choose depth, stages and split.
     """
 
     device: Device
@@ -48,6 +53,7 @@ class Plan:
     rank: int
     slices: tuple[int, ...]
     has_base: bool
+    tile: Tile | None = None
 
     @property
     def blocks(self) -> int:
@@ -76,6 +82,8 @@ class Plan:
         Every thread of a warpgroup arrives at a stage's barrier for every copy, so that a stage of
         K = 64 costs about 900 cycles however small it is (measured): few large copies are fastest.
         """
+        if self.tile is not None:
+            return self.tile.depth
         return 128 if self.columns <= 128 else 64
 
     @property
@@ -114,11 +122,16 @@ class Plan:
         """Shared memory of the epilogue's staging tiles, one for each of two warpgroups."""
         return 2 * min(EPILOGUE, self.columns) * HALF * (2 if self.has_base else 4)
 
+    @property
+    def most_stages(self) -> int:
+        """Stages that the shared memory holds."""
+        left = self.device.shared_bytes - BARRIER_BYTES - 2 * self.out_bytes
+        return max(0, left // self.stage_bytes)
+
     @cached_property
     def stages(self) -> int:
         """Depth of the pipeline: all the shared memory that is left, at most 12 stages."""
-        left = self.device.shared_bytes - BARRIER_BYTES - 2 * self.out_bytes
-        return max(0, min(12, left // self.stage_bytes))
+        return min(12, self.most_stages) if self.tile is None else self.tile.stages
 
     @cached_property
     def split(self) -> int:
@@ -131,6 +144,8 @@ class Plan:
         """
         if not self.has_base:
             return 1
+        if self.tile is not None:
+            return self.tile.split
         return max(1, min(self.device.sms * 4 // 5 // self.tiles, self.d_in // 512, 4))
 
     @property
@@ -175,6 +190,23 @@ def unsupported(plan: Plan) -> str | None:
         return f"a block must be a multiple of 8 tokens where there are several; got {plan.block}"
     if plan.h_shape[0] * plan.h_shape[1] > 1 << 28:
         return f"x Aᵀ of all slots must have at most 2^28 entries; got {plan.h_shape}"
-    if plan.stages < 2:
-        return f"a block needs 2 stages in {plan.device.shared_bytes} bytes of shared memory"
+    if not 2 <= plan.stages <= plan.most_stages:
+        return (
+            f"a block needs 2 stages in {plan.device.shared_bytes} bytes of shared memory; got "
+            f"{plan.stages} of at most {plan.most_stages}"
+        )
+    return _unsupported_tile(plan, plan.tile) if plan.tile is not None else None
+
+
+def _unsupported_tile(plan: Plan, tile: Tile) -> str | None:
+    """Why a measured tile cannot serve a plan, or None."""
+    if tile.depth not in (64, 128):
+        return f"a stage must have 64 or 128 elements of K; got {tile.depth}"
+    if tile.split > plan.steps:
+        return f"a tile must have no more parts than its {plan.steps} steps; got {tile.split}"
+    if tile.split > 1 and plan.tiles * tile.split > plan.device.sms:
+        return (
+            f"the parts of a tile wait for each other, so all must run at once on the "
+            f"{plan.device.sms} SMs; got {plan.tiles} tiles of {tile.split} parts"
+        )
     return None
