@@ -4,12 +4,14 @@
     python benchmarks/decode.py --quick                                # a few cells, 8 layers
     python benchmarks/decode.py --cells 64:8:16,8:8:16 --profile       # these; where the time goes
     python benchmarks/decode.py --quick --model tiny --implementation xla   # on a CPU, to try it
+    python benchmarks/decode.py --mesh tensor=8 --cells 64:8:16 --model 70B    # see mesh.py
 
 A cell is T tokens of D distinct adapters of rank r, spread evenly. `measure.py` says what the
 columns are. Each cell is first checked against float64 (`checks.py`).
 """
 
 import measure
+import mesh
 from shapes import Case
 
 TOKENS = (1, 8, 32, 64, 128, 256)
@@ -27,11 +29,13 @@ def cells(quick: bool) -> list[Case]:
 
 
 def main() -> None:
-    args = measure.options(__doc__, layers=32).parse_args()
+    parser = measure.options(__doc__, layers=32)
+    parser.add_argument("--mesh", help='the step on a mesh, "tensor=8" or "data=2,tensor=4"')
+    args = parser.parse_args()
     if args.quick:
         args.layers = min(args.layers, 8)
     cases = [Case.parse(text) for text in args.cells.split(",")] if args.cells else None
-    measure.main(args, cases or cells(args.quick))
+    (mesh if args.mesh else measure).main(args, cases or cells(args.quick))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
 #: Topology and devices of the tensor axis; the others are the data axis.
 PODS = {"v5e:2x4": 8, "v6e:4x4": 16, "v5p:4x4x4": 8, "v5e:16x16": 16}
 ROWS, LENGTH = 32, 2048
-_COLLECTIVE = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+COLLECTIVE = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 _GIB = 2**30
 
 
@@ -113,7 +113,7 @@ def measure(model: str, pod: str, slots: int, layers: int | None) -> dict[str, A
         "compile_s": round(time.perf_counter() - start, 1),
         "arguments_gib": round(memory.argument_size_in_bytes / _GIB, 3),
         "peak_gib": round(memory.peak_memory_in_bytes / _GIB, 3),
-        "collectives": dict(Counter(re.findall(_COLLECTIVE, compiled.as_text()))),
+        "collectives": dict(Counter(re.findall(COLLECTIVE, compiled.as_text()))),
     }
 
 

@@ -17,12 +17,14 @@ class Shapes:
         q: Width of the queries.
         kv: Width of the keys, and of the values.
         ffn: Width of gate, and of up.
+        head: Width of an attention head, which a mesh does not cut.
     """
 
     hidden: int
     q: int
     kv: int
     ffn: int
+    head: int = 128
 
     @property
     def modules(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -43,7 +45,9 @@ class Shapes:
 MODELS = {
     "8B": Shapes(hidden=4096, q=4096, kv=1024, ffn=14336),
     "70B": Shapes(hidden=8192, q=8192, kv=1024, ffn=28672),
-    "tiny": Shapes(hidden=256, q=256, kv=128, ffn=512),  # runs on a CPU; its times say nothing
+    "tiny": Shapes(
+        hidden=256, q=256, kv=128, ffn=1024, head=32
+    ),  # runs on a CPU; its times say nothing
 }
 
 
