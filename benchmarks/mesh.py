@@ -68,17 +68,22 @@ def spec_of(shapes: Shapes, layers: int, case: Case, *, stacked: bool) -> lj.Lor
     )
 
 
+@functools.cache
+def maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable:
+    """From a key to small random numbers, each device making its own share."""
+
+    def make(key):
+        return (jax.random.normal(key, shape, dtype) * 0.02).astype(dtype)
+
+    return jax.jit(make, out_shardings=sharding)
+
+
 def fill(tree: Any) -> Any:
-    """Random arrays for shapes with shardings, each device making its own share."""
-
-    def one(i: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        def make(key):
-            return (jax.random.normal(key, leaf.shape, leaf.dtype) * 0.02).astype(leaf.dtype)
-
-        return jax.jit(make, out_shardings=leaf.sharding)(jax.random.key(i))
-
+    """Random arrays for shapes with shardings."""
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, [one(i, leaf) for i, leaf in enumerate(leaves)])
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    made = [maker(a.shape, a.dtype, a.sharding)(key) for a, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, made)
 
 
 @dataclass
