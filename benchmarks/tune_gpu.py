@@ -51,8 +51,8 @@ def candidates(plan: Plan) -> Iterator[Tile]:
     """Tiles that a plan can run with, without the rules' own."""
     own = Tile(plan.split, plan.depth, plan.stages)
     for split, depth in itertools.product(range(1, 7), (64, 128)):
-        most = dataclasses.replace(plan, tile=Tile(split, depth, 2)).most_stages
-        for stages in sorted({min(12, most), min(12, most) * 2 // 3}):
+        most = min(12, dataclasses.replace(plan, tile=Tile(split, depth, 2)).most_stages)
+        for stages in sorted({most, most * 3 // 4, most // 2}):
             tile = Tile(split, depth, stages)
             if tile != own and unsupported(dataclasses.replace(plan, tile=tile)) is None:
                 yield tile
