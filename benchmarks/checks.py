@@ -17,6 +17,9 @@ from lorajax.kernels_pallas import LoraWeights, lora_linear, make_routing
 
 MERGED = 8  #: Adapters that are merged, each into a copy of the weight; the others' tokens are not.
 
+#: What is compared and not timed compiles without a search for the fastest products.
+compared = functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+
 
 def poison(shape: tuple[int, ...], dtype=BF16) -> None:
     """Leaves NaN in freed memory, where an output that is not written would find it."""
@@ -25,59 +28,59 @@ def poison(shape: tuple[int, ...], dtype=BF16) -> None:
         array.delete()
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
+@functools.partial(compared, static_argnames="implementation")
 def product(x, w, adapters, rows, implementation):
     """One module of the first layer."""
     route = make_routing(rows, jnp.arange(x.shape[0]))
     return lora_linear(x, w[:1], adapters, route, implementation=implementation, layer=0)
 
 
-def low_rank(left, slots: LoraWeights, weights, dtype):
-    """`((left Aᵀ) ⊙ W) B` of the first layer, in one dtype throughout.
+@compared
+def exact(x, w, slots: LoraWeights, rows):
+    """The product of the first layer in float64.
 
     Args:
-        left: `[M, d_in]`.
-        slots: S slots.
-        weights: `[M, S]`.
-        dtype: Of all products.
+        x: `[T, d_in]`.
+        w: `[1, d_in, d_out]`.
+        slots: Of one layer.
+        rows: `[T, S]`, the weight of every slot for each token.
     """
-    A, B, scale = (a[0].astype(dtype) for a in (slots.A, slots.B, slots.scale))
-    h = jnp.einsum("md,sgrd->msgr", left.astype(dtype), A) * scale[None]
-    h = h * weights.astype(dtype)[:, :, None, None]
-    cuts = np.cumsum(slots.slices)[:-1].tolist()
-    parts = jnp.split(B, cuts, axis=2)
-    return jnp.concatenate(
-        [jnp.einsum("msr,srn->mn", h[:, :, g], part) for g, part in enumerate(parts)], axis=1
-    )
+    arrays = (x, w, rows, slots.A, slots.B, slots.scale)
+    x, w, rows, A, B, scale = (a.astype(jnp.float64) for a in arrays)
+    h = jnp.einsum("td,sgrd->tsgr", x, A[0]) * scale * rows[:, :, None, None]
+    parts = zip(jnp.split(B[0], _cuts(slots), axis=2), range(len(slots.slices)), strict=True)
+    deltas = [jnp.einsum("tsr,srn->tn", h[:, :, g], part) for part, g in parts]
+    return jnp.dot(x, w[0]) + jnp.concatenate(deltas, axis=1)
 
 
-@jax.jit
-def exact(x, w, slots, weights):
-    """The product in float64, from the slots that are active."""
-    wide = jnp.float64
-    return jnp.dot(x.astype(wide), w[0].astype(wide)) + low_rank(x, slots, weights, wide)
-
-
-@jax.jit
-def merged(x, w, slots, weights, of_token):
+@compared
+def merged(x, w, slots: LoraWeights, of_adapter, of_token):
     """The bfloat16 model with each adapter merged into its own copy of the weight.
 
     Args:
         x: `[T, d_in]`.
         w: `[1, d_in, d_out]`.
-        slots: The active slots.
-        weights: `[D, S]`, the slots of each adapter.
+        slots: Of one layer.
+        of_adapter: `[MERGED, S]`, the slots of each adapter.
         of_token: `[T]`, the adapter of each token.
     """
+    A, B, scale = (a[0].astype(jnp.float32) for a in (slots.A, slots.B, slots.scale))
+    parts = jnp.split(B, _cuts(slots), axis=2)
 
     def one(i, y):
-        rows = jnp.broadcast_to(weights[i], (w.shape[1], weights.shape[1]))
-        with jax.default_matmul_precision("highest"):
-            delta = low_rank(jnp.eye(w.shape[1], dtype=BF16), slots, rows, jnp.float32)
-        both = (w[0].astype(jnp.float32) + delta).astype(BF16)
-        return jnp.where((of_token == i)[:, None], jnp.dot(x, both), y)
+        weight = scale * of_adapter[i][:, None, None]
+        deltas = [
+            jnp.einsum("srd,sr,srn->dn", A[:, g], weight[:, g], part, precision="highest")
+            for g, part in enumerate(parts)
+        ]
+        both = w[0].astype(jnp.float32) + jnp.concatenate(deltas, axis=1)
+        return jnp.where((of_token == i)[:, None], jnp.dot(x, both.astype(BF16)), y)
 
-    return lax.fori_loop(0, weights.shape[0], one, jnp.zeros((x.shape[0], w.shape[2]), BF16))
+    return lax.fori_loop(0, MERGED, one, jnp.zeros((x.shape[0], w.shape[2]), BF16))
+
+
+def _cuts(slots: LoraWeights) -> list[int]:
+    return np.cumsum(slots.slices)[:-1].tolist()
 
 
 def errors(
@@ -87,20 +90,20 @@ def errors(
     d_in, slices = shapes.modules[name]
     x = random(jax.random.key(seed), (case.tokens, d_in), 1.0)
     of_adapter, of_token = case.groups(seed)
-    active = np.flatnonzero(of_adapter.any(axis=0))
+    rows = jnp.asarray(of_adapter[of_token])
     w, first = w[:1], jax.tree.map(lambda a: a[:1], adapters)
-    some = jax.tree.map(lambda a: a[:, active], first)
-    rows = of_adapter[of_token]
     with jax.enable_x64(True):
-        want = np.asarray(exact(x, w, some, jnp.asarray(rows[:, active])))
+        want = np.asarray(exact(x, w, first, rows))
     scale = np.linalg.norm(want)
     found = {}
     for one in (implementation, "xla"):
         poison((case.tokens, sum(slices)))
-        y = np.asarray(product(x, w, first, jnp.asarray(rows), one), np.float64)
+        y = np.asarray(product(x, w, first, rows, one), np.float64)
         found[one] = float(np.linalg.norm(y - want) / scale)
     few = of_token < MERGED
-    y = merged(x, w, some, jnp.asarray(of_adapter[:MERGED, active]), jnp.asarray(of_token))
+    some = np.zeros((MERGED, case.slots), np.float32)
+    some[: min(MERGED, case.adapters)] = of_adapter[:MERGED]
+    y = merged(x, w, first, jnp.asarray(some), jnp.asarray(of_token))
     difference = (np.asarray(y, np.float64) - want)[few]
     return found | {"merged": float(np.linalg.norm(difference) / np.linalg.norm(want[few]))}
 

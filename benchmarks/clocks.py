@@ -22,7 +22,7 @@ def compiled(function: Callable, *args) -> tuple[Callable, float]:
     return program, time.perf_counter() - start
 
 
-def median_us(function: Callable, *args, runs: int = 3, repeats: int = 7) -> float:
+def median_us(function: Callable, *args, runs: int = 10, repeats: int = 5) -> float:
     """Median microseconds of a call, of several calls queued together, after warm-up."""
     for _ in range(2):
         jax.block_until_ready(function(*args))
