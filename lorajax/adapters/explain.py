@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lorajax.adapters.copies import check_copies
 from lorajax.adapters.fit import absent, base_shapes, fit
 from lorajax.adapters.pack import pack
 from lorajax.adapters.peft_file import (
@@ -29,7 +30,7 @@ class Explanation:
         notes: What is worth knowing though it is no problem.
         raw: Its `adapter_config.json`; empty if unreadable.
         modules: Its modules by path: rank, scale, shapes.
-        module_names: Modules below the layer that it adapts.
+        module_names: Modules that it adapts, below the layer.
         rank: Largest rank.
         nbytes: Bytes of its tensors as stored.
         num_slots: Slots it takes; None without a spec.
@@ -73,7 +74,9 @@ def explain(
         if missing:
             notes.append(f"targeted but not in the file, so left unchanged: {some(missing)}")
         try:
-            pack(placements, adapter.tensors.read(), spec, adapter.rank, problems)
+            tensors = adapter.tensors.read()
+            check_copies(adapter, tensors, spec, problems)
+            pack(placements, tensors, spec, adapter.rank, problems)
         except AdapterError as error:
             return Explanation(adapter.name, (str(error),), raw=adapter.raw)
     return Explanation(
