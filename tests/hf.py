@@ -200,7 +200,7 @@ FORMS: Mapping[str, tuple[dict[str, Any], Any]] = {
             "lora_alpha": 8,
             "target_modules": [*LINEAR, "embed_tokens", "lm_head"],
             "rank_pattern": {"embed_tokens": 4, "lm_head": 20},
-            "alpha_pattern": {"model.embed_tokens": 5, "^lm_head": 30},
+            "alpha_pattern": {"model.embed_tokens": 5, "lm_head": 30},
         },
         ml_dtypes.bfloat16,
     ),

@@ -58,6 +58,7 @@ def merge_adapters(model: Decoder, spec: LoraSpec, mix: Sequence[tuple[Adapter, 
             product.weight = summed(product.weight[...], product.target, product.layer)
     if touched & {EMBEDDING, HEAD}:  # a tied head parts from the embedding
         embed = model.embed[...]
-        merged.head = summed(embed.T if model.head is None else model.head[...], HEAD, 0)
+        head = embed.T if model.head is None else model.head[...]
+        merged.head = nnx.data(summed(head, HEAD, 0))
         merged.embed = summed(embed, EMBEDDING, 0)
     return merged
