@@ -67,6 +67,9 @@ def explain(
         f"{pattern} key {key!r} matches no module, so it has no effect"
         for pattern, key in unmatched_patterns(adapter)
     ]
+    if spec is None and adapter.copies:
+        repeated = some(adapter.copies.values())
+        notes.append(f"repeats weights of its base, which must equal the served one's: {repeated}")
     placements = [] if spec is None else fit(adapter, spec, problems)
     report_others(adapter, problems, None if spec is None else base_shapes(adapter, spec))
     if spec is not None and not problems:

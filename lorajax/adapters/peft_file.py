@@ -162,7 +162,9 @@ def describe(
     copies = {
         path: tensor
         for tensor in others
-        if (path := names.copied_module(tensor)) in modules and is_vocabulary(path)
+        if (path := names.copied_module(tensor)) is not None
+        and path in modules
+        and is_vocabulary(path)
     }
     _check_tying(raw, modules, problems)
     if not factors:

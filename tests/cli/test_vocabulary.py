@@ -69,3 +69,6 @@ def test_inspect(files):
     (line,) = [x.split() for x in result.stdout.splitlines() if x.startswith("model.embed_tokens ")]
     assert line[1:] == ["-", "4", "1.25", "96", "->", "48", "bfloat16"]
     assert "accepted" in result.stdout
+    alone = CliRunner().invoke(app, ["inspect", str(files / "vocabulary")])
+    assert "repeats weights of its base" in alone.stdout
+    assert "repeats" not in result.stdout
