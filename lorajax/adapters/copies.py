@@ -41,12 +41,17 @@ def check_copies(
                 f"{tensor} {list(copy.shape)}",
                 f"build the spec from the folder of the base model, or {_DROP}",
             )
-        elif not np.array_equal(weight.astype(copy.dtype), copy):
+        elif not _equal(weight, copy):
             problems.add(
                 rule,
                 f"{tensor} {copy.dtype.name}{list(copy.shape)} (base: {list(weight.shape)})",
                 f"use an adapter of this base model; if the base is the same, {_DROP}",
             )
+
+
+def _equal(weight: np.ndarray, copy: np.ndarray) -> bool:
+    with np.errstate(over="ignore"):
+        return np.array_equal(weight.astype(copy.dtype), copy)
 
 
 def _weight(path: str, base: Mapping[str, np.ndarray], spec: LoraSpec) -> np.ndarray | None:

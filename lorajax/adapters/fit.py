@@ -10,6 +10,8 @@ from lorajax.adapters.problems import Problems, some
 from lorajax.spec import LoraSpec
 from lorajax.target import Target
 
+_VOCABULARY = ", the base model's vocabulary"
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -92,7 +94,8 @@ def _place(
         )
         return None
     cuts = known[at.module]
-    if module.embedding != (cuts[0].target.parallel == "embedding"):
+    kind = cuts[0].target.parallel
+    if module.embedding != (kind == "embedding"):
         problems.add(
             "an embedding must have factors named lora_embedding_A and _B, and no other module may",
             f"{module.a} {shape} for {at.module}",
@@ -102,7 +105,8 @@ def _place(
     d_in, d_out = cuts[0].target.d_in, cuts[-1].stop
     if any(c.target.d_in != module.d_in for c in cuts):
         problems.add(
-            f"lora_A of {at.module} must be [r, d_in] with d_in = {d_in}{_vocabulary(at, spec)}",
+            f"lora_A of {at.module} must be [r, d_in] with d_in = {d_in}"
+            + _VOCABULARY * (kind == "embedding"),
             f"{module.a} {shape}",
             "use an adapter of this base model",
         )
@@ -111,16 +115,13 @@ def _place(
         parts = [c.stop - c.start for c in cuts]
         what = f"{d_out}, its parts {parts} together" if len(parts) > 1 else f"{d_out}"
         problems.add(
-            f"lora_B of {at.module} must be [d_out, r] with d_out = {what}{_vocabulary(at, spec)}",
+            f"lora_B of {at.module} must be [d_out, r] with d_out = {what}"
+            + _VOCABULARY * (kind == "head"),
             f"{module.b} [{module.d_out}, {module.rank}]",
             "use an adapter of this base model",
         )
         return None
     return Placement(module, at.layer, cuts)
-
-
-def _vocabulary(at: names.Location, spec: LoraSpec) -> str:
-    return ", the base model's vocabulary" if at.module in spec.outside else ""
 
 
 def _not_of_the_spec(
