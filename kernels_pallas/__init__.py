@@ -2,6 +2,8 @@
 
 from lorajax.kernels_pallas.add_lora import add_lora as add_lora
 from lorajax.kernels_pallas.lora_delta import lora_delta as lora_delta
+from lorajax.kernels_pallas.lora_embed import embedded as embedded
+from lorajax.kernels_pallas.lora_embed import lora_embed as lora_embed
 from lorajax.kernels_pallas.lora_linear import lora_linear as lora_linear
 from lorajax.kernels_pallas.routing import Routing as Routing
 from lorajax.kernels_pallas.routing import make_routing as make_routing

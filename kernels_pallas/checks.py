@@ -1,4 +1,4 @@
-"""Shape rules shared by the three ops; they run while tracing, so a step pays nothing."""
+"""Shape rules shared by the ops; they run while tracing, so a step pays nothing."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +24,29 @@ def check_delta(x: Shaped[Array, "..."], weights: LoraWeights, routing: Routing)
             f"x must be [T, d_in] with d_in = {d_in}; got {x.shape}; "
             "flatten the leading axes, or pass the slots of the target that x feeds"
         )
+    _check_routing(x, weights, routing)
+
+
+def check_embed(
+    ids: Shaped[Array, "..."], embed: Shaped[Array, "..."], weights: LoraWeights, routing: Routing
+) -> None:
+    """Checks ids, an embedding, its slots and the routing against each other.
+
+    Raises:
+        ValueError: A shape differs.
+    """
+    if ids.ndim != 1:
+        raise ValueError(f"ids must be [T]; got {ids.shape}; flatten the axes")
+    want = (weights.A.shape[-1], weights.B.shape[-1])
+    if embed.shape != want:
+        raise ValueError(
+            f"embed must be [V, D] = {list(want)}; got {embed.shape}; pass the embedding as it is "
+            "stored, and the slots of the embedding"
+        )
+    _check_routing(ids, weights, routing)
+
+
+def _check_routing(x: Shaped[Array, "T ..."], weights: LoraWeights, routing: Routing) -> None:
     if routing.num_tokens != x.shape[0]:
         raise ValueError(
             f"routing must cover the T = {x.shape[0]} tokens of x; got {routing.num_tokens}; "

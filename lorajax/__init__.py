@@ -5,6 +5,7 @@ from lorajax.adapters import load_adapter as load_adapter
 from lorajax.adapters import save_adapter as save_adapter
 from lorajax.apply import add_lora as add_lora
 from lorajax.apply import lora_delta as lora_delta
+from lorajax.apply import lora_embed as lora_embed
 from lorajax.apply import lora_linear as lora_linear
 from lorajax.errors import AdapterError as AdapterError
 from lorajax.errors import LoraError as LoraError

@@ -1,7 +1,8 @@
-"""The three ops on a state: they find a layer's arrays and call the kernels."""
+"""The ops on a state: they find a layer's arrays and call the kernels."""
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from lorajax import kernels_pallas as kernels
 from lorajax.kernels_pallas import Routing
@@ -95,3 +96,37 @@ def lora_linear(
     return kernels.lora_linear(
         x, w, weights, routing, layer=index, base_layer=layer, implementation=implementation
     )
+
+
+def lora_embed(
+    ids: Int[Array, "T"],
+    embed: Float[Array, "V D"],
+    slots: TargetSlots,
+    routing: Routing,
+    *,
+    first: int | Int[Array, ""] = 0,
+    implementation: str | None = None,
+) -> Float[Array, "T D"]:
+    """The embedding's rows and the adapters' part: `embed[ids] + ((onehot(ids) Aᵀ) ⊙ W) B`.
+
+    On a shard of the vocabulary it is a partial sum, for the base's all-reduce: an id that another
+    shard has adds zeros.
+
+    Args:
+        ids: `i32[T]`, token ids. One outside the whole vocabulary gives NaN.
+        embed: `[V, D]`, the base's embedding, or one shard's rows of it.
+        slots: The embedding's slots, `state["model.embed_tokens"]`.
+        routing: From `make_routing`, once a step.
+        first: The id of `embed`'s first row.
+        implementation: Name of a kernel, or None for the best one here.
+
+    Returns:
+        `[T, D]` in `embed`'s dtype. Rows of base tokens are bit-equal to the base's.
+
+    Raises:
+        ValueError: Shapes do not fit, or `implementation` is unknown.
+    """
+    weights, _ = slots.at(0)
+    rows = kernels.lora_embed(ids - first, embed, weights, routing, implementation=implementation)
+    inside = (ids >= 0) & (ids < slots.target.d_in)
+    return jnp.where(inside[:, None], rows, jnp.nan)

@@ -1,7 +1,7 @@
 """Targets of the Hugging Face decoder families, read from a `config.json`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,12 @@ LLAMA_LIKE: Mapping[str, tuple[str, ...]] = {
     "qwen3": ("num_key_value_heads", "head_dim"),
 }
 
+#: Modules of every layer, and those outside of the layers, which are adapted on request.
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+VOCABULARY = ("embed_tokens", "lm_head")
+#: Paths of the latter.
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
 _FUSED = (
     ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
@@ -35,6 +41,20 @@ class Family:
     dtype: str
     fused: tuple[tuple[str, tuple[str, ...]], ...]
     vocab_size: int | None
+
+
+def targets_for(modules: Iterable[str]) -> tuple[str, ...]:
+    """Targets that serve these modules: all linear ones, and of `VOCABULARY` those among them."""
+    last = {module.rpartition(".")[2] for module in modules}
+    return (*LINEAR, *(v for v in VOCABULARY if v in last))
+
+
+def model_folder(config: object) -> str | None:
+    """The folder of a config that was given by its path; arguments as `load_config`."""
+    if not isinstance(config, str | Path):
+        return None
+    path = Path(config)
+    return str(path if path.is_dir() else path.parent)
 
 
 def load_config(config: object) -> Mapping[str, Any]:
@@ -73,7 +93,7 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
 
     Args:
         config: See `load_config`.
-        targets: Module names to keep ("q_proj" or "self_attn.q_proj"), or None for all.
+        targets: Module names to keep ("q_proj" or "self_attn.q_proj"), or None for `LINEAR`.
         merged: One target for q|k|v and one for gate|up.
 
     Raises:
@@ -85,7 +105,10 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
             f"model_type must be one of {list(LLAMA_LIKE)}; got {cfg.get('model_type')!r}; "
             "for another architecture write its Targets by hand: LoraSpec(targets=(Target(...),))"
         )
-    missing = [k for k in (*_SIZES, *LLAMA_LIKE[cfg["model_type"]]) if cfg.get(k) is None]
+    names = LINEAR if targets is None else targets
+    outside = ("vocab_size",) if any(n.endswith(VOCABULARY) for n in names) else ()
+    needed = (*_SIZES, *LLAMA_LIKE[cfg["model_type"]], *outside)
+    missing = [k for k in needed if cfg.get(k) is None]
     if missing:
         raise SpecError(
             f"config.json must have {missing}; got keys {sorted(cfg)}; pass the base model's config"
@@ -101,7 +124,8 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
         ("mlp.gate_up_proj", hidden, "column", {"gate_proj": inner, "up_proj": inner}),
         ("mlp.down_proj", inner, "row", {"down_proj": hidden}),
     )
-    keep = _chosen([f"{name.split('.')[0]}.{m}" for name, *_, ms in groups for m in ms], targets)
+    linear = [f"{name.split('.')[0]}.{m}" for name, *_, ms in groups for m in ms]
+    keep = _chosen([*linear, EMBEDDING, HEAD], names)
     built: list[Target] = []
     for name, d_in, parallel, widths in groups:
         block = name.split(".")[0]
@@ -114,6 +138,11 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
             built += [
                 Target(m, d_in, n, (m,), parallel, counts[m]) for m, n in parts.items() if m in keep
             ]
+    if outside:
+        V = int(cfg["vocab_size"])
+        embedding = Target(EMBEDDING, V, hidden, parallel="embedding")
+        head = Target(HEAD, hidden, V, parallel="head")
+        built += [t for t in (embedding, head) if t.name in keep]
     modules = {m for t in built for m in t.modules}
     return Family(
         targets=tuple(built),
@@ -124,13 +153,11 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
     )
 
 
-def _chosen(modules: list[str], targets: tuple[str, ...] | None) -> set[str]:
-    if targets is None:
-        return set(modules)
+def _chosen(modules: list[str], targets: tuple[str, ...]) -> set[str]:
     found = {t: [m for m in modules if m == t or m.endswith("." + t)] for t in targets}
     unknown = [t for t, hits in found.items() if not hits]
     if unknown:
         raise SpecError(
-            f"targets must be among {modules}; got {unknown}; use names of linear layers"
+            f"targets must be among {modules}; got {unknown}; use names of these modules"
         )
     return {m for hits in found.values() for m in hits}

@@ -15,11 +15,11 @@ def merge_adapter(
     """`w + weight · Σ_s (scale ⊙ A)ᵀ B` of one target and layer, slice by slice.
 
     Args:
-        w: `[d_in, d_out]`, the base weight: a NumPy or JAX array.
+        w: `[d_in, d_out]`, the base weight: a NumPy or JAX array; `[V, D]` of an embedding.
         adapter: Packed for `spec`.
         spec: Its slots.
         target: Name of the target; one that the adapter does not touch returns w.
-        layer: In [0, L).
+        layer: In [0, L); 0 outside of the layers.
         weight: Factor on the whole adapter.
 
     Returns:
@@ -37,10 +37,9 @@ def merge_adapter(
             f"w must be [d_in, d_out] = {list(shape)} for {target!r}; got {list(base.shape)}; "
             "transpose a [d_out, d_in] weight"
         )
-    if not 0 <= layer < spec.num_layers:
-        raise SpecError(
-            f"layer must be in [0, {spec.num_layers}); got {layer}; count layers from 0"
-        )
+    depth = spec.depth(goal)
+    if not 0 <= layer < depth:
+        raise SpecError(f"layer must be in [0, {depth}); got {layer}; count layers from 0")
     packed = adapter.arrays.get(target)
     if packed is None:
         return base.copy()

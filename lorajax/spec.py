@@ -1,7 +1,7 @@
 """What can be adapted and how much memory it takes: static, hashable, no arrays."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -30,6 +30,8 @@ class LoraSpec:
             in the order of the parts, for example ("mlp.gate_up_proj", ("mlp.gate_proj", ...)).
         vocab_size: Tokens of the base model, or None if that is not known: adapters that add tokens
             are refused.
+        base: Folder of the base model, or None if that is not known: what an adapter file repeats
+            of the base's weights is compared with them.
         stack_layers: One array for all layers (loops over layers, Pallas kernels), or one for each
             layer (unrolled models on plain XLA, where slicing a stacked array is a copy).
     """
@@ -42,6 +44,7 @@ class LoraSpec:
     layers: str = "model.layers"
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     vocab_size: int | None = None
+    base: str | None = field(default=None, compare=False)  # where files lie changes no slot
     stack_layers: bool = False
 
     def __post_init__(self):
@@ -92,7 +95,8 @@ class LoraSpec:
             num_slots: S.
             slot_rank: R.
             dtype: Element type of the slots; by default the model's.
-            targets: Modules to make adaptable ("q_proj", ...); all seven linear ones by default.
+            targets: Modules to make adaptable ("q_proj", ..., "embed_tokens", "lm_head"); by
+                default the seven linear ones of a layer, as PEFT's "all-linear".
             merged: Whether q|k|v and gate|up are one target each (fewer, larger products), as in
                 `lorajax.models`; or one target a module.
             stack_layers: See the class.
@@ -109,6 +113,7 @@ class LoraSpec:
             dtype=family.dtype if dtype is None else dtype,
             fused=family.fused,
             vocab_size=family.vocab_size,
+            base=families.model_folder(config),
             stack_layers=stack_layers,
         )
 
@@ -131,6 +136,15 @@ class LoraSpec:
             "use a name of the spec"
         )
 
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Paths of the modules outside of the layers: "model.embed_tokens", "lm_head"."""
+        return tuple(m for t in self.targets if not t.layered for m in t.modules)
+
+    def depth(self, target: Target) -> int:
+        """L of a target's arrays: the model's layers, or 1 outside of them."""
+        return self.num_layers if target.layered else 1
+
     def slots_for_rank(self, rank: int) -> int:
         """Slots that an adapter takes whose largest module rank is `rank`."""
         return max(1, -(-rank // self.slot_rank))
@@ -139,8 +153,10 @@ class LoraSpec:
     def bytes_per_slot(self) -> int:
         """Bytes of one slot over all targets and layers."""
         R, item = self.slot_rank, np.dtype(self.dtype).itemsize
-        return self.num_layers * sum(
-            item * R * (len(t.slices) * t.d_in + sum(t.slices)) + _SCALE_BYTES * R * len(t.slices)
+        return sum(
+            self.depth(t)
+            * R
+            * (item * (len(t.slices) * t.d_in + sum(t.slices)) + _SCALE_BYTES * len(t.slices))
             for t in self.targets
         )
 

@@ -101,16 +101,13 @@ class LoraState:
 
 
 def columns_of(target: Target, shards: int) -> Columns:
-    """The order of B's columns on some shards; a row target's B is not cut.
+    """The order of B's columns on some shards; that of a row target or embedding is not cut.
 
     Raises:
         SpecError: The columns do not divide over the shards.
     """
-    return Columns(
-        target.slices,
-        target.heads if target.parallel == "column" else (),
-        shards if target.parallel == "column" else 1,
-    )
+    cut = target.parallel in ("column", "head")
+    return Columns(target.slices, target.heads if cut else (), shards if cut else 1)
 
 
 def abstract_state(spec: LoraSpec, shards: Mapping[str, int] | None = None) -> LoraState:
@@ -123,11 +120,11 @@ def abstract_state(spec: LoraSpec, shards: Mapping[str, int] | None = None) -> L
     Raises:
         SpecError: The columns of a target do not divide over its shards.
     """
-    count, L = (1, spec.num_layers) if spec.stack_layers else (spec.num_layers, 1)
     shards = {} if shards is None else shards
 
     def slots(target: Target) -> TargetSlots:
-        S, R, G = spec.num_slots, spec.slot_rank, len(target.slices)
+        S, R, G, depth = spec.num_slots, spec.slot_rank, len(target.slices), spec.depth(target)
+        count, L = (1, depth) if spec.stack_layers else (depth, 1)
         dtype, n = np.dtype(spec.dtype), shards.get(target.name, 1)
         columns = columns_of(target, n)
         weights = LoraWeights(

@@ -16,7 +16,7 @@ from lorajax.kernels_pallas.add_lora.xla import add_delta
 from lorajax.kernels_pallas.routing import MAX_BLOCK
 from lorajax.sharding.partition import Partition
 from lorajax.sharding.rules import AxisRules
-from lorajax.sharding.state import FEATURES, slots_specs
+from lorajax.sharding.state import features, slots_specs
 from lorajax.state import TargetSlots
 
 Layer = int | jax.Array
@@ -91,7 +91,7 @@ class ShardedOps:
         A row target's delta is then summed on its own, one all-reduce more than `lora_linear`. To
         have none, call `lorajax.add_lora` on the partial sums inside a `shard_map` of your own.
         """
-        if slots.target.parallel == "row":
+        if features(slots)[0] is not None:
             delta = self.lora_delta(x, slots, routing, layer=layer, implementation=implementation)
             return add_delta(y, delta, routing)
         return self._run(apply.add_lora, {"y": y, "x": x}, slots, routing, layer, implementation)
@@ -120,6 +120,43 @@ class ShardedOps:
         arrays = {"x": x, "w" if w.ndim == 2 else "stacked w": w}
         return self._run(apply.lora_linear, arrays, slots, routing, layer, implementation)
 
+    def lora_embed(
+        self,
+        ids: Int[Array, "T"],
+        embed: Float[Array, "V D"],
+        slots: TargetSlots,
+        routing: Routing,
+        *,
+        implementation: str | None = None,
+    ) -> Float[Array, "T D"]:
+        """As `lorajax.lora_embed`, with the base's all-reduce over the vocabulary and no other.
+
+        Args:
+            ids: `[T]`, cut over the rows.
+            embed: `[V, D]`, its rows cut as A's columns are.
+            slots: The embedding's slots.
+            routing: From this object's `make_routing`.
+            implementation: Name of a kernel, or None for the best one here.
+        """
+        rules, shard, (vocabulary, _) = self.partition.rules, self.partition.shard, features(slots)
+
+        def local(ids: Any, embed: Any, slots: TargetSlots, routing: Routing) -> jax.Array:
+            first = shard.tensor_index() * embed.shape[0] if vocabulary else 0
+            rows = apply.lora_embed(
+                ids, embed, slots, routing, first=first, implementation=implementation
+            )
+            return shard.sum(rows) if vocabulary else rows
+
+        in_specs = (
+            rules.spec("rows"),
+            rules.spec(vocabulary, None),
+            slots_specs(slots, rules),
+            self._routing_specs(routing.block),
+        )
+        return self.partition.per_device(local, in_specs, rules.spec("rows", None))(
+            ids, embed, slots, routing
+        )
+
     def split(self, y: Float[Array, "T d_out"], slots: TargetSlots) -> tuple[jax.Array, ...]:
         """The slices of a merged column target's product, each cut over the shards.
 
@@ -142,8 +179,7 @@ class ShardedOps:
         implementation: str | None,
     ) -> jax.Array:
         """One op; `arrays` are its first arguments, by their names in the table."""
-        rules, row = self.partition.rules, slots.target.parallel == "row"
-        d_in, d_out = FEATURES[slots.target.parallel]
+        rules, (d_in, d_out) = self.partition.rules, features(slots)
         table = {
             "x": rules.spec("rows", d_in),
             "y": rules.spec("rows", d_out),
@@ -157,7 +193,7 @@ class ShardedOps:
         def local(arrays: Any, slots: TargetSlots, routing: Routing, traced: Any) -> jax.Array:
             index = traced[0] if traced else layer
             y = op(*arrays, slots, routing, layer=index, implementation=implementation)
-            return shard.sum(y) if row else y
+            return shard.sum(y) if d_in else y
 
         in_specs = (
             tuple(table[name] for name in arrays),

@@ -34,6 +34,10 @@ class Shard:
         """Devices that the rows of a batch are cut over."""
         return math.prod(self.row_sizes)
 
+    def cuts_vocabulary(self, size: int) -> bool:
+        """Whether a vocabulary is cut over the features' axis: whole on each device otherwise."""
+        return self.tensor is not None and size % self.tensor_shards == 0
+
     def row_index(self) -> Int[Array, ""] | int:
         """Which share of the rows this device has."""
         return lax.axis_index(self.rows) if self.rows else 0

@@ -1,7 +1,5 @@
 """Shardings of a state, from the table of docs/sharding.md."""
 
-from collections.abc import Mapping
-
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -9,13 +7,26 @@ from lorajax.errors import SpecError
 from lorajax.kernels_pallas import LoraWeights
 from lorajax.sharding.partition import Partition
 from lorajax.sharding.rules import WHOLE, AxisRules
+from lorajax.sharding.shard import Shard
 from lorajax.spec import LoraSpec
 from lorajax.state import LoraState, TargetSlots, abstract_state
 from lorajax.target import Target
 
 # Logical axis of d_in in A and of d_out in B; layers, slots and ranks are never cut. A row target
-# keeps B whole: its delta joins the partial sum before the base's all-reduce.
-FEATURES = {"column": (WHOLE, "tensor"), "row": ("tensor", WHOLE)}
+# and the embedding keep B whole: their delta joins the partial sum before the base's all-reduce.
+_FEATURES = {
+    "column": (WHOLE, "tensor"),
+    "row": ("tensor", WHOLE),
+    "embedding": ("tensor", WHOLE),
+    "head": (WHOLE, "tensor"),
+}
+
+
+def features(slots: TargetSlots) -> tuple[str | None, str | None]:
+    """The logical axes of d_in and d_out; None for a vocabulary that is whole on each device."""
+    if not slots.target.layered and slots.shards == 1:
+        return WHOLE, WHOLE
+    return _FEATURES[slots.target.parallel]
 
 
 def state_shardings(spec: LoraSpec, mesh: Mesh, rules: AxisRules | None = None) -> LoraState:
@@ -25,6 +36,10 @@ def state_shardings(spec: LoraSpec, mesh: Mesh, rules: AxisRules | None = None) 
     |---|---|---|
     | column | replicated | d_out over `tensor`, each shard a share of every slice |
     | row | d_in over `tensor` | replicated |
+    | embedding | vocabulary over `tensor` | replicated |
+    | head | replicated | vocabulary over `tensor` |
+
+    A vocabulary that does not divide is whole on each device, as in `lorajax.models`.
 
     Args:
         spec: The slots.
@@ -47,10 +62,9 @@ def abstract_slots(spec: LoraSpec, partition: Partition) -> LoraState:
     Raises:
         SpecError: The features of a target do not divide over the mesh.
     """
-    shards = partition.shard.tensor_shards
     for target in spec.targets:
-        _check_row(target, shards)
-    counts: Mapping[str, int] = {t.name: shards for t in spec.targets}
+        _check_row(target, partition.shard.tensor_shards)
+    counts = {t.name: _shards(t, partition.shard) for t in spec.targets}
     shapes = abstract_state(spec, counts)
     return jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(
@@ -68,7 +82,7 @@ def state_specs(state: LoraState, rules: AxisRules) -> LoraState:
 
 def slots_specs(slots: TargetSlots, rules: AxisRules) -> TargetSlots:
     """The `PartitionSpec` of every array of one target."""
-    d_in, d_out = FEATURES[slots.target.parallel]
+    d_in, d_out = features(slots)
 
     def specs(part: LoraWeights) -> LoraWeights:
         return LoraWeights(
@@ -79,6 +93,12 @@ def slots_specs(slots: TargetSlots, rules: AxisRules) -> TargetSlots:
         )
 
     return TargetSlots(tuple(specs(p) for p in slots.parts), slots.target, slots.shards)
+
+
+def _shards(target: Target, shard: Shard) -> int:
+    vocabulary = {"embedding": target.d_in, "head": target.slices[0]}.get(target.parallel)
+    whole = vocabulary is not None and not shard.cuts_vocabulary(vocabulary)
+    return 1 if whole else shard.tensor_shards
 
 
 def _check_row(target: Target, shards: int) -> None:

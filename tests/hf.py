@@ -18,6 +18,8 @@ from safetensors.numpy import save_file
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+#: Modules outside of the layers, by their paths.
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 _COMMON = {
     "architectures": ["LlamaForCausalLM"],
@@ -187,6 +189,21 @@ FORMS: Mapping[str, tuple[dict[str, Any], Any]] = {
         },
         np.float32,
     ),
+    "embedding": ({"r": 8, "lora_alpha": 12, "target_modules": ["embed_tokens"]}, np.float32),
+    "head": (
+        {"r": 24, "lora_alpha": 6, "use_rslora": True, "target_modules": ["lm_head"]},
+        np.float32,
+    ),
+    "vocabulary": (
+        {
+            "r": 8,
+            "lora_alpha": 8,
+            "target_modules": [*LINEAR, "embed_tokens", "lm_head"],
+            "rank_pattern": {"embed_tokens": 4, "lm_head": 20},
+            "alpha_pattern": {"model.embed_tokens": 5, "lm_head": 30},
+        },
+        ml_dtypes.bfloat16,
+    ),
     "split": (
         {
             "r": 8,
@@ -200,6 +217,8 @@ FORMS: Mapping[str, tuple[dict[str, Any], Any]] = {
         "fused",
     ),
 }
+#: Forms that touch what is outside of the layers.
+VOCABULARY = ("embedding", "head", "vocabulary")
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -216,6 +235,14 @@ _TOUCHED: Mapping[str, dict[str, int]] = {
     "float16": {"*.o_proj": 40, "*.up_proj": 40},
     "bfloat16": {"*.k_proj": 8, "*.gate_proj": 8},
     "exclude": {"*.o_proj": 0, "0.mlp.up_proj": 0, "*": 8},
+    "embedding": {},
+    "head": {},
+    "vocabulary": {"*": 8},
+}
+_OUTSIDE: Mapping[str, dict[str, int]] = {
+    "embedding": {EMBEDDING: 8},
+    "head": {HEAD: 24},
+    "vocabulary": {EMBEDDING: 4, HEAD: 20},
 }
 
 
@@ -245,6 +272,15 @@ def adapter_tensors(form: str, config: Mapping[str, Any], seed: int = 0) -> dict
             if ranks and ranks[0]:
                 pair = _pair(f"{form}.{i}.{module}", shape, ranks[0], seed)
                 tensors |= _named(i, module, *(t.astype(dtype) for t in pair))
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    for module, rank in _OUTSIDE.get(form, {}).items():
+        shape = (hidden, vocab) if module == EMBEDDING else (vocab, hidden)
+        A, B = (t.astype(dtype) for t in _pair(f"{form}.{module}", shape, rank, seed))
+        if module == EMBEDDING:
+            A *= np.asarray(vocab**0.5, dtype)  # one entry of A counts, not a sum over all
+        keys = ("embedding_A", "embedding_B") if module == EMBEDDING else ("A.weight", "B.weight")
+        tensors |= {f"base_model.model.{module}.lora_{keys[0]}": A}
+        tensors |= {f"base_model.model.{module}.lora_{keys[1]}": B}
     return tensors
 
 
@@ -274,20 +310,24 @@ def _named(layer: int, module: str, A: np.ndarray, B: np.ndarray) -> dict[str, n
 
 
 def dense_deltas(form: str, config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """`s B A` of every module ("model.layers.0.mlp.up_proj"), float64: an oracle without torch."""
+    """`s B A` of every module ("model.layers.0.mlp.up_proj"), float64: an oracle without torch.
+
+    That of the embedding is transposed, as its weight is.
+    """
     cfg, deltas = adapter_config(form), {}
     tensors = adapter_tensors(form, config, seed)
     for key, A in tensors.items():
-        if not key.endswith(".lora_A.weight"):
+        if not key.endswith((".lora_A.weight", ".lora_embedding_A")):
             continue
-        module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        B = tensors[key.replace("lora_A", "lora_B")].astype(np.float64)
+        module = key.removeprefix("base_model.model.").split(".lora_")[0]
+        B = tensors[key.replace("_A", "_B")].astype(np.float64)
         patterns = cfg.get("alpha_pattern", {}).items()
         alphas = [a for p, a in patterns if re.search(rf"(^|\.){p}$", module)]
         alpha = alphas[0] if alphas else cfg["lora_alpha"]
         rank = A.shape[0]
         scale = alpha / (rank**0.5 if cfg.get("use_rslora") else rank)
-        deltas[module] = scale * (B @ A.astype(np.float64))
+        delta = scale * (B @ A.astype(np.float64))
+        deltas[module] = delta.T if module == EMBEDDING else delta
     return deltas
 
 

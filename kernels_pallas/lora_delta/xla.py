@@ -1,5 +1,7 @@
 """`lora_delta` in plain XLA: the reference that every kernel must equal."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -30,14 +32,25 @@ def lora_delta(
     def blocked() -> Float[Array, "T d_out"]:
         return _blocks_delta(x, A, B, scale, routing, weights.slices)
 
+    several = routing.active.shape[0] > 1 and S * R > 2 * _PACK
+    return unless_base(routing, B.shape[-1], dense, on_cpu=blocked if several else dense)
+
+
+Delta = Callable[[], Float[Array, "T d_out"]]
+
+
+def unless_base(
+    routing: Routing, d_out: int, delta: Delta, *, on_cpu: Delta
+) -> Float[Array, "T d_out"]:
+    """The delta; on a CPU zeros, without the products, if the batch has base rows alone."""
+
     def none() -> Float[Array, "T d_out"]:
-        return jnp.zeros((x.shape[0], B.shape[-1]), jnp.float32)
+        return jnp.zeros((routing.num_tokens, d_out), jnp.float32)
 
-    def on_cpu() -> Float[Array, "T d_out"]:
-        several = routing.active.shape[0] > 1 and S * R > 2 * _PACK
-        return lax.cond(routing.count.sum() > 0, blocked if several else dense, none)
+    def if_adapted() -> Float[Array, "T d_out"]:
+        return lax.cond(routing.count.sum() > 0, on_cpu, none)
 
-    return lax.platform_dependent(cpu=on_cpu, default=dense)
+    return lax.platform_dependent(cpu=if_adapted, default=delta)
 
 
 def _slots_delta(
@@ -48,11 +61,7 @@ def _slots_delta(
     weights: Float[Array, "S T"],
     slices: tuple[int, ...],
 ) -> Float[Array, "T d_out"]:
-    """The delta of some slots, every token times every slot.
-
-    The mask selects and never multiplies: 0 times NaN is NaN, and a broken adapter or row must stay
-    alone. B needs no mask, since `write_slots` keeps it finite.
-    """
+    """The delta of some slots, every token times every slot."""
     S, G, R, d_in = A.shape
     T = x.shape[0]
     # A x^T, not x A^T: the small side is the one that a CPU product transposes and packs.
@@ -62,8 +71,24 @@ def _slots_delta(
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
     ).reshape(S, G, R, T)
+    return expand(h, B, scale, weights, slices)
+
+
+def expand(
+    h: Float[Array, "S G R T"],
+    B: Float[Array, "S R d_out"],
+    scale: Float[Array, "S G R"],
+    weights: Float[Array, "S T"],
+    slices: tuple[int, ...],
+) -> Float[Array, "T d_out"]:
+    """`(h ⊙ W) B`, from h in float32.
+
+    The mask selects and never multiplies: 0 times NaN is NaN, and a broken adapter or row must stay
+    alone. B needs no mask, since `write_slots` keeps it finite.
+    """
+    S, _, R, T = h.shape
     w = weights[:, None, None, :]
-    h = jnp.where(w != 0, h * (scale[..., None] * w), 0.0).astype(x.dtype)
+    h = jnp.where(w != 0, h * (scale[..., None] * w), 0.0).astype(B.dtype)
 
     B = B.reshape(S * R, -1)
     parts, start = [], 0

@@ -7,7 +7,6 @@ from typing import Any
 
 from lorajax.adapters import fields
 from lorajax.adapters.matching import (
-    HEADS,
     LAYERS_PATTERN,
     PATTERN_KEY,
     Pattern,
@@ -15,8 +14,6 @@ from lorajax.adapters.matching import (
     regex_error,
 )
 from lorajax.adapters.problems import Problems
-
-_EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embeddings", "embed_in")
 
 
 @dataclass(frozen=True)
@@ -152,15 +149,6 @@ def _read_selection(get: "_Fields") -> Selection:
             f"layers_to_transform={_short(layers)} and target_modules={_short(targets)}",
             "put the layers into the expression",
         )
-    named = () if isinstance(targets, str) or targets is None else targets
-    for name in named:
-        if name.rpartition(".")[2] in HEADS + _EMBEDDINGS:
-            get.problems.add(
-                "target_modules must be linear layers below the layer list: LoRA on the output "
-                "head or on an embedding is not supported",
-                f"target_modules with {name!r}",
-                "train without it, or merge the adapter into the base model",
-            )
     return Selection(
         targets=targets,
         exclude=exclude or (),

@@ -11,7 +11,7 @@ from lorajax.adapters.config import PeftConfig
 
 
 def digest(config: PeftConfig, tensors: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of the fields that decide the arithmetic, and of all tensors in name order.
+    """SHA-256 of the fields that decide the arithmetic, and of all factors in name order.
 
     Names are taken as PEFT writes them, so an adapter has one digest, whether or not its keys carry
     the adapter's name. Each part is preceded by its length.

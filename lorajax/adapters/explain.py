@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lorajax.adapters.copies import check_copies
 from lorajax.adapters.fit import absent, base_shapes, fit
 from lorajax.adapters.pack import pack
 from lorajax.adapters.peft_file import (
@@ -29,7 +30,7 @@ class Explanation:
         notes: What is worth knowing though it is no problem.
         raw: Its `adapter_config.json`; empty if unreadable.
         modules: Its modules by path: rank, scale, shapes.
-        module_names: Modules below the layer that it adapts.
+        module_names: Modules that it adapts, below the layer.
         rank: Largest rank.
         nbytes: Bytes of its tensors as stored.
         num_slots: Slots it takes; None without a spec.
@@ -66,6 +67,9 @@ def explain(
         f"{pattern} key {key!r} matches no module, so it has no effect"
         for pattern, key in unmatched_patterns(adapter)
     ]
+    if spec is None and adapter.copies:
+        repeated = some(adapter.copies.values())
+        notes.append(f"repeats weights of its base, which must equal the served one's: {repeated}")
     placements = [] if spec is None else fit(adapter, spec, problems)
     report_others(adapter, problems, None if spec is None else base_shapes(adapter, spec))
     if spec is not None and not problems:
@@ -73,7 +77,9 @@ def explain(
         if missing:
             notes.append(f"targeted but not in the file, so left unchanged: {some(missing)}")
         try:
-            pack(placements, adapter.tensors.read(), spec, adapter.rank, problems)
+            tensors = adapter.tensors.read()
+            check_copies(adapter, tensors, spec, problems)
+            pack(placements, tensors, spec, adapter.rank, problems)
         except AdapterError as error:
             return Explanation(adapter.name, (str(error),), raw=adapter.raw)
     return Explanation(

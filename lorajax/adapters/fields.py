@@ -39,7 +39,7 @@ HARMLESS = frozenset(
         "eva_config",
         "corda_config",
         "lora_ga_config",
-        "ensure_weight_tying",
+        "ensure_weight_tying",  # of an embedding or head: refused by `peft_file.describe`
         "runtime_config",
     }
 )

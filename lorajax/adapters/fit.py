@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lorajax.adapters import names
+from lorajax.adapters.matching import is_vocabulary
 from lorajax.adapters.peft_file import LoraModule, PeftAdapter
 from lorajax.adapters.problems import Problems, some
 from lorajax.spec import LoraSpec
 from lorajax.target import Target
+
+_VOCABULARY = ", the base model's vocabulary"
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one module goes: its layer, and a cut for each module of the spec it stands for."""
+    """Where one module goes: its layer, and a cut for each module of the spec it stands for.
+
+    The layer is 0 outside of the layers.
+    """
 
     module: LoraModule
     layer: int
@@ -76,16 +82,9 @@ def _place(
     module: LoraModule, known: Mapping[str, tuple[Cut, ...]], spec: LoraSpec, problems: Problems
 ) -> Placement | None:
     shape = f"[{module.rank}, {module.d_in}]"
-    at = names.locate(module.path, spec.layers)
+    at = names.locate(module.path, spec.layers, spec.outside)
     if at is None or at.module not in known:
-        sample = f"{spec.layers}.0.{next(iter(known))}"
-        problems.add(
-            f"every module must be one of the spec's, {some(known)} below {spec.layers!r} "
-            f"(for example {sample!r})",
-            f"{module.a} {shape}",
-            "use a spec with that target, or an adapter of this base model; the output head, "
-            "embeddings, experts and vision towers are not supported",
-        )
+        _not_of_the_spec(module, known, spec, problems)
         return None
     if at.layer >= spec.num_layers:
         problems.add(
@@ -95,10 +94,19 @@ def _place(
         )
         return None
     cuts = known[at.module]
+    kind = cuts[0].target.parallel
+    if module.embedding != (kind == "embedding"):
+        problems.add(
+            "an embedding must have factors named lora_embedding_A and _B, and no other module may",
+            f"{module.a} {shape} for {at.module}",
+            "use an adapter of this base model, saved by peft",
+        )
+        return None
     d_in, d_out = cuts[0].target.d_in, cuts[-1].stop
     if any(c.target.d_in != module.d_in for c in cuts):
         problems.add(
-            f"lora_A of {at.module} must be [r, d_in] with d_in = {d_in}",
+            f"lora_A of {at.module} must be [r, d_in] with d_in = {d_in}"
+            + _VOCABULARY * (kind == "embedding"),
             f"{module.a} {shape}",
             "use an adapter of this base model",
         )
@@ -107,12 +115,28 @@ def _place(
         parts = [c.stop - c.start for c in cuts]
         what = f"{d_out}, its parts {parts} together" if len(parts) > 1 else f"{d_out}"
         problems.add(
-            f"lora_B of {at.module} must be [d_out, r] with d_out = {what}",
+            f"lora_B of {at.module} must be [d_out, r] with d_out = {what}"
+            + _VOCABULARY * (kind == "head"),
             f"{module.b} [{module.d_out}, {module.rank}]",
             "use an adapter of this base model",
         )
         return None
     return Placement(module, at.layer, cuts)
+
+
+def _not_of_the_spec(
+    module: LoraModule, known: Mapping[str, tuple[Cut, ...]], spec: LoraSpec, problems: Problems
+) -> None:
+    sample = next((f"{spec.layers}.0.{m}" for m in known if m not in spec.outside), None)
+    problems.add(
+        f"every module must be one of the spec's, {some(known)} below {spec.layers!r}"
+        + (f" (for example {sample!r})" if sample else ""),
+        f"{module.a} [{module.rank}, {module.d_in}]",
+        "name the embedding or output head among the targets of the spec, next to the others"
+        if is_vocabulary(module.path)
+        else "use a spec with that target, or an adapter of this base model; experts and vision "
+        "towers are not supported",
+    )
 
 
 def _check_rank(adapter: PeftAdapter, spec: LoraSpec, problems: Problems) -> None:
@@ -145,7 +169,7 @@ def base_shapes(adapter: PeftAdapter, spec: LoraSpec) -> dict[str, str]:
     known, shapes = spec_modules(spec), {}
     for tensor in adapter.others:
         path = names.module_path(tensor).removesuffix(".weight").removesuffix(".base_layer")
-        at = names.locate(path, spec.layers)
+        at = names.locate(path, spec.layers, spec.outside)
         cuts = known.get(at.module) if at is not None else None
         if cuts:
             shapes[tensor] = f"base: [{cuts[-1].stop}, {cuts[0].target.d_in}]"
@@ -159,12 +183,13 @@ def absent(adapter: PeftAdapter, spec: LoraSpec, placements: list[Placement]) ->
     if adapter.config is None or adapter.config.selection.targets is None or not placements:
         return ()
     have = {(p.layer, c.target.name, c.slice) for p in placements for c in p.cuts}
-    first = names.locate(placements[0].module.path, spec.layers)
-    prefix = spec.layers if first is None else first.layers
+    found = (names.locate(p.module.path, spec.layers) for p in placements)
+    prefix = next((at.layers for at in found if at is not None), spec.layers)
     return tuple(
         path
-        for layer in range(spec.num_layers)
         for module, (target, g) in spec.module_slices.items()
-        if (path := f"{prefix}.{layer}.{module}") in adapter.config.selection
+        for layer in range(spec.depth(target))
+        if (path := f"{prefix}.{layer}.{module}" if target.layered else module)
+        in adapter.config.selection
         and (layer, target.name, g) not in have
     )

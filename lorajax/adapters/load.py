@@ -8,6 +8,7 @@ from typing import Any
 
 from lorajax.adapter import Adapter
 from lorajax.adapters.config import read_config
+from lorajax.adapters.copies import check_copies
 from lorajax.adapters.digest import digest
 from lorajax.adapters.fit import base_shapes, fit
 from lorajax.adapters.names import check_name
@@ -90,8 +91,10 @@ def _build(adapter: PeftAdapter, spec: LoraSpec, problems: Problems) -> Adapter:
     problems.refuse(adapter.name)
     assert adapter.config is not None  # else it has been refused
     tensors = adapter.tensors.read()
+    check_copies(adapter, tensors, spec, problems)
     arrays = pack(placements, tensors, spec, adapter.rank, problems)
     problems.refuse(adapter.name)
+    factors = tensors.keys() - set(adapter.copies.values())
     for field, key in unmatched_patterns(adapter):
         warnings.warn(
             f"adapter {adapter.name!r}: {field} must match a module to have an effect; got "
@@ -101,7 +104,7 @@ def _build(adapter: PeftAdapter, spec: LoraSpec, problems: Problems) -> Adapter:
         )
     return Adapter(
         name=adapter.name,
-        digest=digest(adapter.config, tensors),
+        digest=digest(adapter.config, {k: tensors[k] for k in factors}),
         rank=adapter.rank,
         num_slots=spec.slots_for_rank(adapter.rank),
         arrays=arrays,

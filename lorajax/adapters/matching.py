@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Output heads; "all-linear" leaves them out.
-HEADS = ("lm_head", "embed_out", "output_layer")
+_HEADS = ("lm_head", "embed_out", "output_layer")
+_EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embeddings", "embed_in")
 #: How PEFT wraps a key of rank_pattern or alpha_pattern, and an entry of layers_pattern.
 PATTERN_KEY = r"(.*\.)?({})$"
 LAYERS_PATTERN = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
@@ -35,14 +35,14 @@ class Selection:
     layers_pattern: tuple[str, ...] = ()
 
     def __contains__(self, path: str) -> bool:
-        """Whether PEFT would put LoRA on the linear module at `path`."""
+        """Whether PEFT would put LoRA on the linear module or embedding at `path`."""
         if self.exclude and _named(self.exclude, path):
             return False
         if self.targets is None:
             return True
         if isinstance(self.targets, str):
             if self.targets.lower() == "all-linear":
-                return path.rpartition(".")[2] not in HEADS
+                return not is_vocabulary(path)
             return re.fullmatch(self.targets, path) is not None
         if path in self.targets:  # a whole path is not filtered by layer
             return True
@@ -58,6 +58,11 @@ class Selection:
                 break
         index = "" if match is None else match["idx"]
         return 0 < len(index) < 10 and int(index) in self.layers
+
+
+def is_vocabulary(path: str) -> bool:
+    """Whether an output head or an embedding is at `path`; "all-linear" leaves both out."""
+    return path.rpartition(".")[2] in _HEADS + _EMBEDDINGS
 
 
 def _named(names: tuple[str, ...] | str, path: str) -> bool:

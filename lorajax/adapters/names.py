@@ -1,6 +1,7 @@
 """Tensor names of adapter files: module path and factor, place in the model, or why not LoRA."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +10,12 @@ from lorajax.errors import AdapterError
 _PREFIX = "base_model.model."
 #: Put around a model by compilation and by data parallelism; no part of the path PEFT matches.
 _WRAPPED = re.compile(r"^(?:(?:_orig_mod|_fsdp_wrapped_module)\.)+")
-#: With or without the adapter's name between the factor and "weight".
+#: With or without the adapter's name between the factor and "weight"; those of an embedding are
+#: parameters of their own, without "weight".
 _FACTOR = re.compile(r"^(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight$")
+_EMBEDDING = re.compile(r"^(?P<path>.+)\.lora_embedding_(?P<factor>[AB])(?:\.[^.]+)?$")
+#: What PEFT saves beside the factors of an embedding or head: the base's own weight.
+_BASE_COPY = re.compile(r"^(?P<path>.+)\.base_layer\.weight$")
 #: Names around the text layers that come and go between a text-only class and a multimodal one.
 _WRAPPERS = frozenset({"model", "language_model", "text_model", "base_model", "llm", "thinker"})
 _INDEX = re.compile(r"[0-9]{1,9}")
@@ -20,24 +25,38 @@ _LONGEST_NAME = 128
 
 @dataclass(frozen=True)
 class Factor:
-    """One LoRA tensor: factor A or B of the module at `path`."""
+    """One LoRA tensor: factor A or B of the linear module or embedding at `path`."""
 
     path: str
     factor: Literal["A", "B"]
+    embedding: bool = False
+
+    @property
+    def suffix(self) -> str:
+        """What PEFT writes after the path."""
+        return f"lora_embedding_{self.factor}" if self.embedding else f"lora_{self.factor}.weight"
 
 
 def parse_name(tensor: str) -> Factor | None:
-    """The factor a tensor is, or None if it is none of a linear LoRA module."""
-    match = _FACTOR.match(module_path(tensor))
+    """The factor a tensor is, or None if it is none."""
+    bare = module_path(tensor)
+    linear, embedding = _FACTOR.match(bare), _EMBEDDING.match(bare)
+    match = linear or embedding
     if match is None:
         return None
-    return Factor(match["path"], "A" if match["factor"] == "A" else "B")
+    return Factor(match["path"], "A" if match["factor"] == "A" else "B", linear is None)
+
+
+def copied_module(tensor: str) -> str | None:
+    """The path of the module whose base weight the tensor repeats, or None."""
+    match = _BASE_COPY.match(module_path(tensor))
+    return None if match is None else match["path"]
 
 
 def canonical(tensor: str) -> str:
     """The name that PEFT's `save_pretrained` gives the tensor."""
     parsed = parse_name(tensor)
-    return tensor if parsed is None else f"{_PREFIX}{parsed.path}.lora_{parsed.factor}.weight"
+    return tensor if parsed is None else f"{_PREFIX}{parsed.path}.{parsed.suffix}"
 
 
 def module_path(tensor: str) -> str:
@@ -56,11 +75,6 @@ _OTHER = (
         "merge the adapter into the base model, or train it with use_dora=false",
     ),
     (
-        r"\.lora_embedding_[AB]\b",
-        "LoRA must be on linear layers: embedding LoRA is not supported",
-        "train without the embedding among target_modules",
-    ),
-    (
         r"\.lora_[AB](\.[^.]+)?\.bias$",
         "LoRA factors must have no bias: lora_bias is not supported",
         "train with lora_bias=false",
@@ -77,8 +91,8 @@ _OTHER = (
     ),
     (
         r"\.modules_to_save\.|\.weight$",
-        "an adapter must hold low-rank factors only: a full weight (modules_to_save, a resized "
-        "vocabulary, or the base of a targeted embedding) is not supported",
+        "an adapter must hold low-rank factors only: a full weight (modules_to_save, or a resized "
+        "vocabulary) is not supported",
         "train without modules_to_save and added tokens, or put these weights into the base model "
         "and drop them from the file",
     ),
@@ -86,7 +100,7 @@ _OTHER = (
 
 
 def not_lora(tensor: str) -> tuple[str, str]:
-    """Rule and remedy for a tensor that is no factor of a linear LoRA module."""
+    """Rule and remedy for a tensor that is no factor."""
     for pattern, rule, do in _OTHER:
         if re.search(pattern, module_path(tensor)):
             return rule, do
@@ -98,15 +112,18 @@ def not_lora(tensor: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Location:
-    """A module inside a layer: "model.layers.3.mlp.up_proj" is (3, "mlp.up_proj")."""
+    """A module inside a layer: "model.layers.3.mlp.up_proj" is (3, "mlp.up_proj").
+
+    Outside of the layers it is (0, "lm_head"), and `layers` is empty.
+    """
 
     layer: int
     module: str
     layers: str
 
 
-def locate(path: str, layers: str) -> Location | None:
-    """The layer and module of a path, if it lies in the layer list `layers`.
+def locate(path: str, layers: str, outside: Sequence[str] = ()) -> Location | None:
+    """The layer and module of a path, if it lies in the layer list `layers` or is one of `outside`.
 
     Usual wrappers around the layers ("model", "language_model", ...) may differ on either side, and
     the file may come from a bare model ("h.0" for "transformer.h"). Another list ("vision_tower.
@@ -116,7 +133,8 @@ def locate(path: str, layers: str) -> Location | None:
     for i, part in enumerate(parts[:-1]):
         if _INDEX.fullmatch(part) and _same_list(parts[:i], layers.split(".")):
             return Location(int(part), ".".join(parts[i + 1 :]), ".".join(parts[:i]))
-    return None
+    same = (m for m in outside if _same_list(parts, m.split(".")))
+    return next((Location(0, module, "") for module in same), None)
 
 
 def _same_list(file: list[str], spec: list[str]) -> bool:

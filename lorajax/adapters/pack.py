@@ -43,10 +43,10 @@ def pack(
             "slots must be of a float type of 16 bits or more to take adapters as they are; got "
             f"{dtype.name}; use bfloat16, float16 or float32"
         )
-    n, L, R = spec.slots_for_rank(rank), spec.num_layers, spec.slot_rank
+    n, R = spec.slots_for_rank(rank), spec.slot_rank
     arrays = {}
     for target in dict.fromkeys(c.target for p in placements for c in p.cuts):
-        G = len(target.slices)
+        L, G = spec.depth(target), len(target.slices)
         arrays[target.name] = PackedWeights(
             A=np.zeros((n, L, G, R, target.d_in), dtype),
             B=np.zeros((n, L, R, sum(target.slices)), dtype),

@@ -7,7 +7,8 @@ from typing import Any
 
 from lorajax.adapters import names
 from lorajax.adapters.config import PeftConfig, read_config
-from lorajax.adapters.problems import Problems
+from lorajax.adapters.matching import is_vocabulary
+from lorajax.adapters.problems import Problems, some
 from lorajax.adapters.source import (
     local_folder,
     open_weights,
@@ -21,7 +22,7 @@ _DTYPES = frozenset(d.name for d in FLOATS.values())
 
 @dataclass(frozen=True)
 class LoraModule:
-    """A pair of factors on one linear layer.
+    """A pair of factors on one linear layer, or on an embedding.
 
     Attributes:
         path: As PEFT sees it, "model.layers.0.self_attn.q_proj".
@@ -29,9 +30,10 @@ class LoraModule:
         scale: alpha/r or alpha/sqrt(r).
         a: Name of the tensor A `[r, d_in]`.
         b: Name of the tensor B `[d_out, r]`.
-        d_in: Input features.
+        d_in: Input features; of an embedding its tokens.
         d_out: Output features.
         dtype: Element type of A.
+        embedding: Whether it is an embedding's.
     """
 
     path: str
@@ -42,6 +44,7 @@ class LoraModule:
     d_in: int
     d_out: int
     dtype: str
+    embedding: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +57,8 @@ class PeftAdapter:
         config: The parsed config; None if it cannot be served.
         modules: Its modules by path.
         tensors: Its tensors: infos now, data on demand.
-        others: Tensors that are no factors of a linear module, with their infos.
+        copies: Tensors that repeat the base's weight of one of its modules, by module.
+        others: Tensors that are neither factors nor copies, with their infos.
         added_tokens: Ids of tokens that its tokenizer adds, from `added_tokens.json`.
     """
 
@@ -63,6 +67,7 @@ class PeftAdapter:
     config: PeftConfig | None
     tensors: Tensors
     modules: Mapping[str, LoraModule] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, TensorInfo] = field(default_factory=dict)
     added_tokens: Mapping[str, Any] = field(default_factory=dict)
 
@@ -78,7 +83,7 @@ class PeftAdapter:
 
     @property
     def module_names(self) -> tuple[str, ...]:
-        """Modules below the layer that it adapts: ("mlp.up_proj", "self_attn.q_proj")."""
+        """Modules that it adapts, below the layer: ("lm_head", "self_attn.q_proj")."""
         return tuple(sorted({names.below_layer(path) for path in self.modules}))
 
 
@@ -128,14 +133,14 @@ def describe(
     problems: Problems,
 ) -> PeftAdapter:
     """Pairs the tensors up to modules and checks them against the config."""
-    factors: dict[str, dict[str, str]] = {}
+    factors: dict[tuple[str, bool], dict[str, str]] = {}
     others = {}
     for tensor, info in tensors.infos.items():
         parsed = names.parse_name(tensor)
         if parsed is None:
             others[tensor] = info
             continue
-        pair = factors.setdefault(parsed.path, {})
+        pair = factors.setdefault((parsed.path, parsed.embedding), {})
         if parsed.factor in pair:
             problems.add(
                 "a module must be in the file once",
@@ -144,17 +149,46 @@ def describe(
             )
         pair[parsed.factor] = tensor
     modules = {}
-    for path in sorted(factors):
-        module = _module(path, factors[path], config, tensors.infos, problems)
+    for (path, embedding), pair in sorted(factors.items()):
+        module = _module(path, pair, config, tensors.infos, problems)
+        if module is not None and path in modules:
+            problems.add(
+                "a module must be in the file once",
+                f"{modules[path].a} and {module.a}",
+                "save the factors of a linear module or of an embedding",
+            )
         if module is not None:
-            modules[path] = module
+            modules[path] = replace(module, embedding=embedding)
+    copies = {
+        path: tensor
+        for tensor in others
+        if (path := names.copied_module(tensor)) is not None
+        and path in modules
+        and is_vocabulary(path)
+    }
+    _check_tying(raw, modules, problems)
     if not factors:
         problems.add(
-            "a file must hold LoRA tensors (names that end in .lora_A.weight, .lora_B.weight)",
+            "a file must hold LoRA tensors (names that end in .lora_A.weight, .lora_B.weight, or "
+            "in .lora_embedding_A, .lora_embedding_B)",
             "a file with " + (f"only {len(others)} others" if others else "no tensors"),
             "save the adapter with peft's save_pretrained",
         )
-    return PeftAdapter(name, raw, config, tensors, modules, others)
+    others = {tensor: info for tensor, info in others.items() if tensor not in copies.values()}
+    return PeftAdapter(name, raw, config, tensors, modules, copies, others)
+
+
+def _check_tying(
+    raw: Mapping[str, Any], modules: Mapping[str, LoraModule], problems: Problems
+) -> None:
+    touched = [path for path in modules if is_vocabulary(path)]
+    if raw.get("ensure_weight_tying") and touched:
+        problems.add(
+            "ensure_weight_tying must be false where an embedding or output head is adapted: on a "
+            "tied base it gives both the same factors, which is not supported",
+            f"ensure_weight_tying=True with {some(touched)}",
+            "train without it",
+        )
 
 
 def _module(
@@ -183,9 +217,9 @@ def _module(
             )
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or 0 in a.shape + b.shape:
         problems.add(
-            "a linear module must have lora_A [r, d_in] and lora_B [d_out, r] with one r > 0",
+            "a module must have lora_A [r, d_in] and lora_B [d_out, r] with one r > 0",
             f"{path} with A {a} and B {b}",
-            "pass an adapter of linear layers (no convolutions, no fused experts)",
+            "pass an adapter of linear layers and embeddings (no convolutions, no fused experts)",
         )
         return None
     rank, scale = a.shape[0], 0.0
@@ -211,7 +245,7 @@ def report_others(
     problems: Problems,
     base_shapes: Mapping[str, str] | None = None,
 ) -> None:
-    """Notes tensors that are no LoRA factors of a linear module.
+    """Notes tensors that are neither LoRA factors nor copies of the base's weights.
 
     Args:
         adapter: What was read.

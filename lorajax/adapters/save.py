@@ -51,7 +51,8 @@ def save_adapter(path: str | Path, config: Mapping[str, Any], tensors: Mapping[s
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         safetensors.numpy.save_file(arrays, work / WEIGHTS, metadata={"format": "pt"})
-        text = json.dumps(raw, indent=2, sort_keys=True, default=_as_list)
+        # Keys of a pattern keep their order: the first that matches decides.
+        text = json.dumps(dict(sorted(raw.items())), indent=2, default=_as_list)
         (work / CONFIG).write_text(text + "\n", encoding="utf-8")
         work.chmod(0o755)
         os.replace(work, folder)

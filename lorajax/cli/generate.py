@@ -164,9 +164,8 @@ def _load_adapters(
     opts: GenerateOptions, dtype: Any, lines: Sequence[Line], console: Console
 ) -> tuple[LoraSpec, dict[str, Adapter]]:
     """Reads every adapter, and chooses the number of slots if it was not given."""
-    spec = LoraSpec.from_hf_config(
-        opts.model, num_slots=options.UNBOUNDED_SLOTS, slot_rank=opts.slot_rank, dtype=dtype
-    )
+    folders = opts.adapters.values()
+    spec = options.spec_for(opts.model, folders, slot_rank=opts.slot_rank, dtype=dtype)
     adapters = {name: _load(name, path, spec, console) for name, path in opts.adapters.items()}
     if opts.slots is None:
         return dataclasses.replace(spec, num_slots=_enough_slots(adapters, lines)), adapters

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from lorajax.adapters import Explanation, LoraModule, explain
 from lorajax.cli import options
-from lorajax.spec import LoraSpec
 
 #: "model.layers.0.self_attn.q_proj": what comes before the layer, its number, the module.
 _IN_LAYER = re.compile(r"(?P<list>.*?)\.(?P<layer>\d+)\.(?P<module>.+)")
@@ -39,9 +38,7 @@ def inspect_adapter(adapter_dir: Path, model: Path | None, slot_rank: int, conso
     spec = None
     if model is not None:
         options.check_folder(model, "a model", "config.json")
-        spec = LoraSpec.from_hf_config(
-            model, num_slots=options.UNBOUNDED_SLOTS, slot_rank=slot_rank
-        )
+        spec = options.spec_for(model, [adapter_dir], slot_rank=slot_rank)
     found = explain(adapter_dir, spec)
     _print(found, model, slot_rank, console)
     return 1 if found.problems else 0

@@ -1,12 +1,15 @@
 """Command line arguments to values."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from lorajax import families
+from lorajax.adapters import explain
 from lorajax.errors import LoraError
+from lorajax.spec import LoraSpec
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -39,6 +42,20 @@ def adapter_folders(options: Sequence[str]) -> dict[str, Path]:
         folders[name] = Path(folder)
         check_folder(folders[name], f"adapter {name!r}", "adapter_config.json")
     return folders
+
+
+def spec_for(
+    model: Path, adapters: Iterable[Path], *, slot_rank: int, dtype: DTypeLike | None = None
+) -> LoraSpec:
+    """A spec to read adapters with: all linear layers, and what else the adapters have."""
+    named = [name for folder in adapters for name in explain(folder).module_names]
+    return LoraSpec.from_hf_config(
+        model,
+        num_slots=UNBOUNDED_SLOTS,
+        slot_rank=slot_rank,
+        dtype=dtype,
+        targets=families.targets_for(named),
+    )
 
 
 def mesh_axes(option: str | None) -> dict[str, int] | None:

@@ -10,17 +10,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lorajax.apply import lora_linear
+from lorajax.apply import add_lora, lora_embed, lora_linear
 from lorajax.errors import SpecError
-from lorajax.kernels_pallas import Routing
+from lorajax.families import EMBEDDING, HEAD
+from lorajax.kernels_pallas import Routing, embedded
 from lorajax.models import rope
 from lorajax.models.cache import KVCache, attend, write
 from lorajax.models.config import ModelConfig
 from lorajax.sharding import Shard
 from lorajax.state import LoraState
 
-#: The products that adapters may change, by their names in a state.
-TARGETS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+#: What adapters may change, by the names in a state: the products of a layer, and the two outside.
+PRODUCTS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+TARGETS = (*PRODUCTS, EMBEDDING, HEAD)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class DecoderLayer(nnx.Module):
 
         self.input_norm = norm("input_layernorm", c.hidden_size)
         self.qkv_proj = linear(
-            target=TARGETS[0],
+            target=PRODUCTS[0],
             parts={"q_proj": q, "k_proj": kv, "v_proj": kv},
             d_in=c.hidden_size,
             bias=c.qkv_bias,
@@ -136,17 +138,17 @@ class DecoderLayer(nnx.Module):
         self.q_norm = norm("self_attn.q_norm", c.head_dim) if c.qk_norm else None
         self.k_norm = norm("self_attn.k_norm", c.head_dim) if c.qk_norm else None
         self.o_proj = linear(
-            target=TARGETS[1], parts={"o_proj": c.hidden_size}, d_in=q, bias=c.o_bias, row=True
+            target=PRODUCTS[1], parts={"o_proj": c.hidden_size}, d_in=q, bias=c.o_bias, row=True
         )
         self.mlp_norm = norm("post_attention_layernorm", c.hidden_size)
         self.gate_up_proj = linear(
-            target=TARGETS[2],
+            target=PRODUCTS[2],
             parts={"gate_proj": inner, "up_proj": inner},
             d_in=c.hidden_size,
             bias=c.mlp_bias,
         )
         self.down_proj = linear(
-            target=TARGETS[3],
+            target=PRODUCTS[3],
             parts={"down_proj": c.hidden_size},
             d_in=inner,
             bias=c.mlp_bias,
@@ -155,7 +157,7 @@ class DecoderLayer(nnx.Module):
 
     @property
     def products(self) -> tuple[Linear, ...]:
-        """The products that adapters may change, in the order of `TARGETS`."""
+        """The products that adapters may change, in the order of `PRODUCTS`."""
         return self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
 
     def __call__(
@@ -193,7 +195,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder-only language model whose linear layers take any mix of adapters.
+    """A decoder-only language model whose linear layers, embedding and head take any adapters.
 
     On a mesh it runs inside `shard_map`: its arrays, cache and slots are one device's share, and
     `config` has that device's heads. Collectives are those of `Shard`, the same with slots as
@@ -212,8 +214,7 @@ class Decoder(nnx.Module):
         self.shard = shard = Shard() if shard is None else shard
         self.config = config.local(shard.tensor_shards)
         D, V = config.hidden_size, config.vocab_size
-        #: A vocabulary that does not divide over the shards is whole on each.
-        self.cut_vocab = V % shard.tensor_shards == 0
+        self.cut_vocab = shard.cuts_vocabulary(V)
         rows, columns = ("rows", "columns") if self.cut_vocab else (None, None)
         self.embed = nnx.Param(make(Leaf(("model.embed_tokens.weight",), (D,), V, cut=rows)))
         self.layers = nnx.List(
@@ -250,7 +251,7 @@ class Decoder(nnx.Module):
         _check_lora(lora, routing)
         ids = jnp.where(positions >= 0, tokens, 0)
         inside = (ids >= 0) & (ids < self.config.vocab_size)
-        x = jnp.where(inside[..., None], self._embedded(jnp.where(inside, ids, 0)), jnp.nan)
+        x = jnp.where(inside[..., None], self._embedded(ids, lora, routing), jnp.nan)
         frequencies = self.config.rope.frequencies(self.config.head_dim)
         angles = rope.angles(frequencies, positions)
         keys, values = [], []
@@ -260,24 +261,48 @@ class Decoder(nnx.Module):
             values.append(v)
         return self.norm(x), KVCache(tuple(keys), tuple(values))
 
-    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-        """Scores of the next token, `f32[..., V]`, of the whole vocabulary on every device."""
+    def logits(
+        self,
+        hidden: Float[Array, "K D"],
+        lora: LoraState | None = None,
+        routing: Routing | None = None,
+    ) -> Float[Array, "K V"]:
+        """Scores of the next token, of the whole vocabulary on every device.
+
+        Args:
+            hidden: Hidden states of K tokens.
+            lora: The slots, or None for the plain model.
+            routing: From `make_routing` for these K tokens; needed with `lora`.
+
+        Returns:
+            `f32[K, V]`.
+
+        Raises:
+            SpecError: `lora` has targets that this model has not, or comes without `routing`.
+        """
+        _check_lora(lora, routing)
         if self.head is not None:
             head = self.shard.whole(self.head[...], axis=0)
             scores = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
         else:
             embed = self.shard.whole(self.embed[...], axis=1)
-            scores = jnp.einsum("...d,vd->...v", hidden, embed, preferred_element_type=jnp.float32)
+            scores = jnp.einsum("kd,vd->kv", hidden, embed, preferred_element_type=jnp.float32)
+        if lora is not None and routing is not None and HEAD in lora.targets:
+            scores = add_lora(scores, hidden, lora[HEAD], routing, layer=0)
         return self.shard.gather_features(scores) if self.cut_vocab else scores
 
-    def _embedded(self, ids: Int[Array, "N Q"]) -> Float[Array, "N Q D"]:
+    def _embedded(
+        self, ids: Int[Array, "N Q"], lora: LoraState | None, routing: Routing | None
+    ) -> Float[Array, "N Q D"]:
         """Rows of the embedding, each from the device that has it."""
-        embed = self.shard.whole(self.embed[...], axis=1)
-        if not self.cut_vocab or self.shard.tensor is None:
-            return embed[ids]
-        local = ids - self.shard.tensor_index() * embed.shape[0]
-        here = (local >= 0) & (local < embed.shape[0])
-        return self.shard.sum(jnp.where(here[..., None], embed[jnp.where(here, local, 0)], 0))
+        embed, flat = self.shard.whole(self.embed[...], axis=1), ids.reshape(-1)
+        first = self.shard.tensor_index() * embed.shape[0] if self.cut_vocab else 0
+        if lora is None or routing is None or EMBEDDING not in lora.targets:
+            rows = embedded(flat - first, embed)
+        else:
+            rows = lora_embed(flat, embed, lora[EMBEDDING], routing, first=first)
+        rows = self.shard.sum(rows) if self.cut_vocab else rows
+        return rows.reshape(*ids.shape, -1)
 
 
 def _check_lora(lora: LoraState | None, routing: Routing | None) -> None:

@@ -1,7 +1,6 @@
 """Decoders from safetensors checkpoints, one merged product at a time."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
 
+from lorajax.checkpoint import SINGLE, Checkpoint
 from lorajax.errors import ModelError
 from lorajax.models.config import ModelConfig
 from lorajax.models.decoder import Decoder, Leaf
 from lorajax.models.placement import place
 from lorajax.sharding import Partition
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
 
 
@@ -39,11 +37,11 @@ def load_model(
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(
-            f"a model must be a folder with config.json and {_SINGLE}; got {str(path)!r}; "
+            f"a model must be a folder with config.json and {SINGLE}; got {str(path)!r}; "
             "download the model and pass its folder"
         )
     config = ModelConfig.from_hf(folder)
-    return from_tensors(config, _Files(folder), dtype=dtype, partition=partition)
+    return from_tensors(config, Checkpoint(folder), dtype=dtype, partition=partition)
 
 
 def from_tensors(
@@ -140,61 +138,3 @@ def _read(leaf: Leaf, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> np.
             )
         parts.append(cast.T if leaf.transposed else cast)
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-
-
-class _Files(Mapping[str, np.ndarray]):
-    """The tensors of a folder, read when asked for."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._files = _index(folder)
-        stored = {file: _names(folder / file) for file in set(self._files.values())}
-        for name, file in self._files.items():
-            if name not in stored[file]:
-                raise ModelError(
-                    f"a shard must hold the tensors its index names; got no {name} in {file}; "
-                    "download the model again"
-                )
-        # A tensor that the index leaves out would otherwise be ignored in silence.
-        self._files |= {name: file for file, names in stored.items() for name in names}
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        with safe_open(self._folder / self._files[name], framework="numpy") as file:
-            return file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """For each tensor, the file of the folder that holds it."""
-    if (folder / _SINGLE).is_file():
-        return dict.fromkeys(_names(folder / _SINGLE), _SINGLE)
-    path = folder / _INDEX
-    try:
-        files = dict(json.loads(path.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"a model folder must hold {_SINGLE} or {_INDEX} with a weight_map; got "
-            f"{type(error).__name__}: {error} for {folder}; convert the model to safetensors"
-        ) from error
-    outside = sorted({str(f) for f in files.values() if Path(str(f)).name != f})
-    if outside:
-        raise ModelError(
-            f"shards must lie in the model's folder; got {outside} in {_INDEX}; name plain files"
-        )
-    return files
-
-
-def _names(path: Path) -> set[str]:
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return set(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"a weight file must be readable safetensors; got {error} for {path}; "
-            "download the model again"
-        ) from error

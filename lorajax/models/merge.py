@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from lorajax.adapter import Adapter
 from lorajax.errors import SpecError
+from lorajax.families import EMBEDDING, HEAD
 from lorajax.merge import merge_adapter
 from lorajax.models.decoder import TARGETS, Decoder
 from lorajax.spec import LoraSpec
@@ -42,13 +44,21 @@ def merge_adapters(model: Decoder, spec: LoraSpec, mix: Sequence[tuple[Adapter, 
         )
     merged = nnx.clone(model)
     touched = {name for adapter, _ in mix for name in adapter.arrays}
+
+    def summed(w: jax.Array, target: str, layer: int) -> nnx.Param:
+        if target not in touched:
+            return nnx.Param(w)
+        wide = np.asarray(w).astype(np.float64)
+        for adapter, weight in mix:
+            wide = merge_adapter(wide, adapter, spec, target, layer, weight)
+        return nnx.Param(jnp.asarray(wide.astype(w.dtype)))
+
     for layer in merged.layers:
         for product in layer.products:
-            if product.target not in touched:
-                continue
-            w = product.weight[...]
-            wide = np.asarray(w).astype(np.float64)
-            for adapter, weight in mix:
-                wide = merge_adapter(wide, adapter, spec, product.target, product.layer, weight)
-            product.weight = nnx.Param(jnp.asarray(wide.astype(w.dtype)))
+            product.weight = summed(product.weight[...], product.target, product.layer)
+    if touched & {EMBEDDING, HEAD}:  # a tied head parts from the embedding
+        embed = model.embed[...]
+        head = embed.T if model.head is None else model.head[...]
+        merged.head = nnx.data(summed(head, HEAD, 0))
+        merged.embed = summed(embed, EMBEDDING, 0)
     return merged

@@ -36,7 +36,10 @@ def logical_axes(leaf: Leaf) -> tuple[str | None, ...]:
     """The logical axes of a leaf: `tensor` cuts one axis of a matrix, `fsdp` the other."""
     if leaf.rows is None:
         return ("tensor" if leaf.cut == "columns" else None,)
-    return ("fsdp", "tensor") if leaf.cut == "columns" else (leaf.cut and "tensor", "fsdp")
+    tensor = leaf.cut and "tensor"
+    # A head is gathered by its rows, also where its vocabulary is whole.
+    by_rows = leaf.cut == "columns" or (leaf.cut is None and leaf.transposed)
+    return ("fsdp", tensor) if by_rows else (tensor, "fsdp")
 
 
 def abstract_model(

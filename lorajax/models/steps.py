@@ -69,7 +69,8 @@ def prefill(
         return old.at[into].set(whole, mode="drop")
 
     last = hidden[jnp.arange(K), jnp.clip(lengths - 1, 0, Q - 1)]
-    logits = jnp.where((lengths <= Q)[:, None], model.logits(last), jnp.nan)
+    of_last = _routing(lora, row_weights, jnp.where(used, rows, -1))
+    logits = jnp.where((lengths <= Q)[:, None], model.logits(last, lora, of_last), jnp.nan)
     return logits, jax.tree.map(put, cache, new)
 
 
@@ -106,7 +107,7 @@ def decode(
     routing = _routing(lora, row_weights, token_row)
     hidden, cache = model(tokens[:, None], positions[:, None], cache, lora, routing)
     fits = (positions < cache.length)[:, None]
-    return jnp.where(fits, model.logits(hidden[:, 0]), jnp.nan), cache
+    return jnp.where(fits, model.logits(hidden[:, 0], lora, routing), jnp.nan), cache
 
 
 def _merge(graphdef: Any, params: Any) -> Decoder:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
+from lorajax import families
 from lorajax.adapters import PeftAdapter, read_peft
+from lorajax.adapters.names import locate
 from lorajax.errors import SpecError
 from lorajax.spec import LoraSpec
 
@@ -30,8 +32,8 @@ def infer_spec(
         adapters: PEFT folders. Only their configs and tensor shapes are read.
         num_slots: S.
         slot_rank: R, by default 16. The manager's `max_rank` is at most S R.
-        targets: Modules to make adaptable ("q_proj", ...), more than the adapters have if more are
-            to come; by default the union of the adapters' modules.
+        targets: Modules to make adaptable ("q_proj", "lm_head", ...), more than the adapters have
+            if more are to come; by default the union of the adapters' modules.
         max_rank: Largest rank to accept, of these and later ones; by default the largest of these.
         dtype: As for `LoraSpec.from_hf_config`.
         merged: As there.
@@ -47,16 +49,17 @@ def infer_spec(
             "a spec must be inferred from adapters or be given targets; got neither; name the "
             "folders of the adapters, or the modules to make adaptable"
         )
+    read = [read_peft(path) for path in adapters]
+    named = [name for adapter in read for name in adapter.module_names]
     base = LoraSpec.from_hf_config(
         hf_config,
         num_slots=num_slots,
         slot_rank=16 if slot_rank is None else slot_rank,
         dtype=dtype,
-        targets=None if targets is None else tuple(targets),
+        targets=families.targets_for(named) if targets is None else tuple(targets),
         merged=merged,
         stack_layers=stack_layers,
     )
-    read = [read_peft(path) for path in adapters]
     modules = {m for adapter in read for m in _modules(adapter, base)}
     _check_ranks(read, base, max_rank)
     return base if targets is not None else _restricted(base, modules)
@@ -65,16 +68,22 @@ def infer_spec(
 def _modules(adapter: PeftAdapter, base: LoraSpec) -> set[str]:
     """The spec's modules that an adapter touches; a fused module is all its parts."""
     fused = dict(base.fused)
-    found = {name: fused.get(name, (name,)) for name in adapter.module_names}
-    modules = {part for parts in found.values() for part in parts}
+    found = (_spelled(name, base) for name in adapter.module_names)
+    modules = {part for name in found for part in fused.get(name, (name,))}
     unknown = sorted(modules - set(base.module_slices))
     if unknown:
         raise SpecError(
             f"an adapter's modules must be among the spec's {sorted(base.module_slices)}; got "
-            f"{unknown} in {adapter.name!r}; add them to targets if they are linear layers of the "
-            "base model, or drop the adapter"
+            f"{unknown} in {adapter.name!r}; add them to targets if they are modules of the base "
+            "model, or drop the adapter"
         )
     return modules
+
+
+def _spelled(name: str, base: LoraSpec) -> str:
+    """The spec's spelling of a module outside of the layers; other names as they are."""
+    at = locate(name, base.layers, base.outside)
+    return name if at is None else at.module
 
 
 def _check_ranks(read: Sequence[PeftAdapter], base: LoraSpec, max_rank: int | None) -> None:

@@ -155,7 +155,7 @@ def check_adapter(name: str, adapter: Adapter, spec: LoraSpec, max_rank: int) ->
 def _expected(
     target: Target, blocks: int, spec: LoraSpec
 ) -> Mapping[str, tuple[tuple[int, ...], np.dtype]]:
-    L, R, G = spec.num_layers, spec.slot_rank, len(target.slices)
+    L, R, G = spec.depth(target), spec.slot_rank, len(target.slices)
     dtype = np.dtype(spec.dtype)
     return {
         "A": ((blocks, L, G, R, target.d_in), dtype),

@@ -7,7 +7,8 @@ import pytest
 
 from lorajax import AdapterError, LoraSpec, Target
 from lorajax.adapters import adapter_from_tensors, load_adapter, save_adapter
-from tests.adapters.support import BF16, module_delta
+from lorajax.runtime import infer_spec
+from tests.adapters.support import BF16, module_delta, packed_delta
 
 pytestmark = pytest.mark.oracle
 torch = pytest.importorskip("torch")
@@ -15,11 +16,12 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+VOCABULARY = ("embed_tokens", "lm_head")
 
 
-def base_model(family="Llama"):
+def base_model(family="Llama", **fields):
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=32,
+        **{"vocab_size": 32, "tie_word_embeddings": False, **fields},
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -208,8 +210,7 @@ def test_conv1d(tmp_path):
         ({"bias": "all"}, "bias"),
         ({"lora_bias": True}, "lora_bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "embed"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, "DoRA"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa"}, "pissa"),
     ],
@@ -220,4 +221,46 @@ def test_what_peft_can_do_beyond_us_is_refused_by_name(tmp_path, changes, word):
     train(model, **changes).save_pretrained(tmp_path / "a")
     spec = LoraSpec.from_hf_config(model.config, num_slots=2, dtype="float32")
     with pytest.raises(AdapterError, match=word):
+        load_adapter(tmp_path / "a", spec)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], [*LINEAR, *VOCABULARY]])
+def test_what_peft_saves_outside_of_the_layers(tmp_path, tied, targets):
+    """With the base's own weights, which PEFT adds; the smallest spec is inferred."""
+    model = base_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "base")
+    changes = {"rank_pattern": {"embed_tokens": 9}, "alpha_pattern": {"lm_head": 3}}
+    wrapped = train(model, target_modules=targets, use_rslora=True, **changes)
+    wrapped.save_pretrained(tmp_path / "a")
+    spec = infer_spec(tmp_path / "base", [tmp_path / "a"], num_slots=2, dtype="float32")
+    adapter = load_adapter(tmp_path / "a", spec)
+    for path, module in wrapped.base_model.model.named_modules():
+        if path in spec.outside:
+            delta = module.get_delta_weight("default").detach().double().numpy()
+            got = packed_delta(adapter, spec.target(path), 0)
+            want = delta if path == "model.embed_tokens" else delta.T
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    assert {m for m in adapter.modules if "layers" not in m} == set(spec.outside)
+    assert len(spec.outside) == len({*targets} & {*VOCABULARY})
+
+    other = base_model(tie_word_embeddings=tied, vocab_size=33)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(AdapterError, match=r"= 33, the base model's vocabulary"):
+        load_adapter(
+            tmp_path / "a",
+            LoraSpec.from_hf_config(
+                tmp_path / "other", num_slots=2, targets=(*LINEAR, *VOCABULARY)
+            ),
+        )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_factors_that_peft_ties_are_refused(tmp_path):
+    model = base_model(tie_word_embeddings=True)
+    wrapped = train(model, target_modules=["embed_tokens"], ensure_weight_tying=True)
+    wrapped.save_pretrained(tmp_path / "a")
+    spec = LoraSpec.from_hf_config(model.config, num_slots=2, targets=VOCABULARY)
+    with pytest.raises(AdapterError, match="ensure_weight_tying must be false"):
         load_adapter(tmp_path / "a", spec)

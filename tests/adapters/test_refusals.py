@@ -70,8 +70,6 @@ FIELDS = [
     ({"layers_to_transform": [0, "1"]}, ["layers_to_transform"]),
     ({"layers_to_transform": [0], "layers_pattern": ["("]}, ["layers_pattern"]),
     ({"layers_to_transform": [0], "target_modules": ".*_proj"}, ["regular expression"]),
-    ({"target_modules": ["q_proj", "lm_head"]}, ["lm_head", "output head"]),
-    ({"target_modules": ["q_proj", "model.embed_tokens"]}, ["embed_tokens", "embedding"]),
     ({"peft_type": "OFT"}, ["peft_type='OFT'"]),
     ({"peft_type": "lora"}, ["peft_type='lora'"]),
     ({"peft_type": ..., "lora_parameters": {"rank": 8}}, ["MLX"]),

@@ -46,6 +46,8 @@ def load_peft(family: str, folder: Path) -> Any:
         path = hf.write_adapter(folder / form, form, config)
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # peft only warns of missing tensors
+            # Each then has its own factors over one weight: what is wanted here.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
             if isinstance(model, peft.PeftModel):
                 model.load_adapter(path, adapter_name=_name(form))
             else:
@@ -65,21 +67,26 @@ def _check_taken(model: Any, form: str, tensors: Mapping[str, np.ndarray]) -> No
 
 @contextmanager
 def merged(model: Any, mix: Mapping[str, float]) -> Iterator[None]:
-    """Adds `sum of w_i dW_i` to the base weights, and takes it away again."""
+    """Adds `sum of w_i dW_i` to the base weights, and takes it away again.
+
+    Weights that are tied get each their own sum, as with peft's factors.
+    """
     kept = []
     for layer in model.modules():
         if not isinstance(layer, peft.tuners.lora.LoraLayer):
             continue
-        weight = layer.get_base_layer().weight
-        kept.append((weight, weight.data.clone()))
+        base = layer.get_base_layer()
+        kept.append((base, base.weight))
+        total = base.weight.data.clone()
         for form, w in mix.items():
-            if _name(form) in layer.lora_A:
-                weight.data += w * layer.get_delta_weight(_name(form))
+            if _name(form) in (*layer.lora_A, *layer.lora_embedding_A):
+                total += w * layer.get_delta_weight(_name(form))
+        base.weight = torch.nn.Parameter(total, requires_grad=False)
     try:
         yield
     finally:
-        for weight, before in kept:
-            weight.data = before
+        for base, before in kept:
+            base.weight = before
 
 
 def row_logits(model: Any, mix: Mapping[str, float], tokens: np.ndarray) -> np.ndarray:

@@ -126,3 +126,18 @@ def test_compiles_where_no_chip_is_named():
         )
         args = jax.tree.map(lambda s, p=place: struct(s.shape, s.dtype, sharding=p), args)
         assert kernels_in(jax.jit(linear).lower(*args).compile()) == ["lora_linear_tpu"]
+
+
+def test_scores_of_a_head_compile():
+    """Float32 scores of bfloat16 hidden states, over a whole vocabulary."""
+    T, S, D, V = 64, 64, 4096, 128256
+
+    def scores(hidden, head, weights, routing):
+        y = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+        return kernels.add_lora(y, hidden, weights, routing, implementation="mosaic_tpu")
+
+    hidden, head = struct((T, D), jnp.bfloat16), struct((D, V), jnp.bfloat16)
+    weights = weights_of(1, S, 16, D, (V,))
+    compiled = tpu_compile("v6e", scores, hidden, head, weights, routing_of(T, S))
+    assert kernels_in(compiled) == ["add_lora_tpu"]
+    assert_slots_are_not_copied(compiled, T)

@@ -27,10 +27,15 @@ def decoder(family: str, dtype: str = "float32", seed: int = 0) -> models.Decode
 
 
 def spec_for(
-    family: str, num_slots: int = 16, dtype: str = "float32", slot_rank: int = 16
+    family: str, num_slots: int = 20, dtype: str = "float32", slot_rank: int = 16
 ) -> LoraSpec:
+    """Slots of everything that adapters may change."""
     return LoraSpec.from_hf_config(
-        hf.BASES[family], num_slots=num_slots, slot_rank=slot_rank, dtype=dtype
+        hf.BASES[family],
+        num_slots=num_slots,
+        slot_rank=slot_rank,
+        dtype=dtype,
+        targets=(*hf.LINEAR, "embed_tokens", "lm_head"),
     )
 
 

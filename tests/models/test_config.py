@@ -77,10 +77,17 @@ def test_layout_of_families(family, qkv, o, mlp, norm):
 @pytest.mark.parametrize("family", hf.BASES)
 def test_products_have_the_shapes_of_the_spec(family):
     """The spec and the decoder read sizes apart; every target must fit its product."""
-    spec = LoraSpec.from_hf_config(hf.BASES[family], num_slots=1)
-    products = [x for x in leaves(read(family)) if x.transposed and "layers.1." in x.names[0]]
+    targets = (*hf.LINEAR, "embed_tokens", "lm_head")
+    spec = LoraSpec.from_hf_config(hf.BASES[family], num_slots=1, targets=targets)
+    found = leaves(read(family))
+    shapes = {x.names[0]: x.shape for x in found}
     assert [t.name for t in spec.targets] == list(TARGETS)
-    for target, leaf in zip(spec.targets, products, strict=True):
+    *layered, embed, head = spec.targets
+    assert shapes["model.embed_tokens.weight"] == (embed.d_in, *embed.slices)
+    tied = (embed.slices[0], embed.d_in)
+    assert shapes.get("lm_head.weight", tied) == (head.d_in, *head.slices)
+    products = [x for x in found if x.transposed and "layers.1." in x.names[0]]
+    for target, leaf in zip(layered, products, strict=True):
         assert leaf.shape == (target.d_in, sum(target.slices))
         assert leaf.widths == target.slices
         assert leaf.names == tuple(f"model.layers.1.{m}.weight" for m in target.modules)

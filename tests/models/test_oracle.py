@@ -40,7 +40,7 @@ def test_served_files_equal_the_libraries(live, tmp_path):
     family, want = live
     config = hf.BASES[family]
     base = hf.write_base(tmp_path / "base", config, hf.base_tensors(config), shards=2)
-    spec = support.LoraSpec.from_hf_config(base, num_slots=16)
+    spec = support.spec_for(family)
     adapters = {
         form: support.load_adapter(hf.write_adapter(tmp_path / form, form, config), spec)
         for form in FORMS

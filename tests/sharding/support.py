@@ -42,9 +42,11 @@ def collectives(text: str) -> Counter[str]:
     return Counter(re.findall(rf" ({COLLECTIVES})(?:-start)?\(", text))
 
 
-def compiled_decode(config: Mapping, partition: Partition, *, lora: bool, rows=8, slots=4):
+def compiled_decode(
+    config: Mapping, partition: Partition, *, lora: bool, rows=8, slots=4, targets=None
+):
     """The decode step of a model on a mesh, compiled from shapes alone."""
-    spec = lj.LoraSpec.from_hf_config(config, num_slots=slots, slot_rank=16)
+    spec = lj.LoraSpec.from_hf_config(config, num_slots=slots, slot_rank=16, targets=targets)
     sizes = models.ModelConfig.from_hf(config)
     graphdef, params = nnx.split(models.abstract_model(sizes, partition))
 

@@ -44,13 +44,15 @@ def tokens():
 class Served:
     """Slots and steps on a mesh, or on one device."""
 
-    def __init__(self, family, kv_heads, partition=None):
-        self.config, self.partition = config_of(family, kv_heads), partition
+    def __init__(self, family, kv_heads, partition=None, *, targets=None, **fields):
+        self.config, self.partition = config_of(family, kv_heads, **fields), partition
         tensors = hf.base_tensors(self.config)
         sizes = models.ModelConfig.from_hf(self.config)
         model = models.from_tensors(sizes, tensors, partition=partition)
         self.steps = Steps(model, keep_logits=True, partition=partition)
-        self.spec = lj.LoraSpec.from_hf_config(self.config, num_slots=SLOTS, slot_rank=16)
+        self.spec = lj.LoraSpec.from_hf_config(
+            self.config, num_slots=SLOTS, slot_rank=16, targets=targets
+        )
         shardings = None if partition is None else state_shardings(self.spec, partition.mesh)
         self.state = lj.init_state(self.spec, shardings)
         self.shardings = shardings
