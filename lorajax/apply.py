@@ -4,7 +4,8 @@ import jax
 from jaxtyping import Array, Float
 
 from lorajax import kernels_pallas as kernels
-from lorajax.kernels_pallas import Routing
+from lorajax.errors import SpecError
+from lorajax.kernels_pallas import LoraWeights, Routing
 from lorajax.state import TargetSlots
 
 Layer = int | jax.Array
@@ -33,7 +34,7 @@ def lora_delta(
     Raises:
         ValueError: Shapes do not fit, or `implementation` cannot run this case.
     """
-    weights, index = slots.at(layer)
+    weights, index = _at(slots, layer)
     return kernels.lora_delta(x, weights, routing, layer=index, implementation=implementation)
 
 
@@ -62,7 +63,7 @@ def add_lora(
     Raises:
         ValueError: Shapes do not fit, or `implementation` cannot run this case.
     """
-    weights, index = slots.at(layer)
+    weights, index = _at(slots, layer)
     return kernels.add_lora(y, x, weights, routing, layer=index, implementation=implementation)
 
 
@@ -91,7 +92,17 @@ def lora_linear(
     Raises:
         ValueError: Shapes do not fit, or `implementation` cannot run this case.
     """
-    weights, index = slots.at(layer)
+    weights, index = _at(slots, layer)
     return kernels.lora_linear(
         x, w, weights, routing, layer=index, base_layer=layer, implementation=implementation
     )
+
+
+def _at(slots: TargetSlots, layer: Layer) -> tuple[LoraWeights, Layer]:
+    if slots.fully_sharded:
+        raise SpecError(
+            "fully sharded slots need a collective between their two products; got those of "
+            f"{slots.name!r} on {slots.shards} devices in an op of one device; use the ops of "
+            "lorajax.sharding.sharded(mesh), or inside shard_map those of lorajax.sharding.local"
+        )
+    return slots.at(layer)

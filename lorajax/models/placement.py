@@ -40,7 +40,11 @@ def logical_axes(leaf: Leaf) -> tuple[str | None, ...]:
 
 
 def abstract_model(
-    config: ModelConfig, partition: Partition, *, dtype: DTypeLike | None = None
+    config: ModelConfig,
+    partition: Partition,
+    *,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> Decoder:
     """A decoder of `jax.ShapeDtypeStruct` on a mesh, to compile for devices that are not there.
 
@@ -48,6 +52,7 @@ def abstract_model(
         config: Sizes and layout.
         partition: The mesh.
         dtype: Element type of the parameters; by default `config.dtype`.
+        implementation: See `Decoder`; name it where the devices are of another platform.
 
     Raises:
         ModelError: The model does not divide over the mesh.
@@ -60,7 +65,7 @@ def abstract_model(
         sharding = partition.sharding(*logical_axes(leaf))
         return jax.ShapeDtypeStruct(shape, element, sharding=sharding)
 
-    return Decoder(config, make, shard)
+    return Decoder(config, make, shard, implementation=implementation)
 
 
 def abstract_cache(
