@@ -3,18 +3,16 @@
 Fully sharded slots have small ones of their own: which, how often and how large is counted too.
 """
 
-import os
 from collections import Counter
 
 import jax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType
 
 import lorajax as lj
 from lorajax.sharding import Partition, abstract_slots, sharded
 from tests.kernels.test_tpu_compile import kernels_in
-from tests.kernels.tpu_topology import needs_libtpu
+from tests.kernels.tpu_topology import needs_libtpu, tpu_devices
 from tests.sharding.support import (
     collective_bytes,
     collectives,
@@ -68,9 +66,7 @@ def test_what_fully_sharded_slots_cost():
 
 
 def tpu_partition(pod):
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=pod).devices
-    return Partition.of(mesh_of(devices=devices, data=2, tensor=4))
+    return Partition.of(mesh_of(devices=tpu_devices(pod), data=2, tensor=4))
 
 
 @needs_libtpu
