@@ -116,6 +116,14 @@ def life(served, nothing_compiles):
     return np.stack(logits)
 
 
+@pytest.fixture
+def quick_compiles():
+    """Compiling is what many meshes take time for; it halves without optimisation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @functools.cache
 def on_one_device(family, kv_heads):
     return life(Served(family, kv_heads), contextlib.nullcontext)
@@ -129,6 +137,7 @@ def case(family, kv_heads, axes, axis_type, fully):
     return pytest.param(family, kv_heads, axes, axis_type, fully, id=name, marks=marks)
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(
     ("family", "kv_heads", "axes", "axis_type", "fully"), [case(*c) for c in CASES]
 )
