@@ -81,7 +81,7 @@ def test_ops_equal_float64(axes, axis_type, fully):
             ops.lora_linear(x, w, slots, route, layer=1),
         )
 
-    for name in ("qkv", "gate_up", "down"):
+    for name in ("qkv", "gate_up", "down", "merged_down"):
         x, w, y, base, delta = case.inputs(name)
         got = run(name, state, case.row_weights, case.token_row, x, w, y)
         assert dense.rel(got[0], delta) < 1e-5

@@ -13,6 +13,7 @@ TARGETS = (
     lj.Target("qkv", 16, (16, 8, 8), ("q", "k", "v"), heads=(8, 4, 4)),
     lj.Target("gate_up", 16, (24, 24), ("gate", "up")),
     lj.Target("down", 32, 16, parallel="row"),
+    lj.Target("merged_down", 32, (16, 8), ("down_a", "down_b"), parallel="row"),
 )
 
 
