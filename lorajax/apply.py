@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lorajax import kernels_pallas as kernels
-from lorajax.kernels_pallas import Routing
+from lorajax.errors import SpecError
+from lorajax.kernels_pallas import LoraWeights, Routing
 from lorajax.state import TargetSlots
 
 Layer = int | jax.Array
@@ -34,7 +35,7 @@ def lora_delta(
     Raises:
         ValueError: Shapes do not fit, or `implementation` cannot run this case.
     """
-    weights, index = slots.at(layer)
+    weights, index = _at(slots, layer)
     return kernels.lora_delta(x, weights, routing, layer=index, implementation=implementation)
 
 
@@ -63,7 +64,7 @@ def add_lora(
     Raises:
         ValueError: Shapes do not fit, or `implementation` cannot run this case.
     """
-    weights, index = slots.at(layer)
+    weights, index = _at(slots, layer)
     return kernels.add_lora(y, x, weights, routing, layer=index, implementation=implementation)
 
 
@@ -92,7 +93,7 @@ def lora_linear(
     Raises:
         ValueError: Shapes do not fit, or `implementation` cannot run this case.
     """
-    weights, index = slots.at(layer)
+    weights, index = _at(slots, layer)
     return kernels.lora_linear(
         x, w, weights, routing, layer=index, base_layer=layer, implementation=implementation
     )
@@ -130,3 +131,13 @@ def lora_embed(
     rows = kernels.lora_embed(ids - first, embed, weights, routing, implementation=implementation)
     inside = (ids >= 0) & (ids < slots.target.d_in)
     return jnp.where(inside[:, None], rows, jnp.nan)
+
+
+def _at(slots: TargetSlots, layer: Layer) -> tuple[LoraWeights, Layer]:
+    if slots.fully_sharded:
+        raise SpecError(
+            "fully sharded slots need a collective between their two products; got those of "
+            f"{slots.name!r} on {slots.shards} devices in an op of one device; use the ops of "
+            "lorajax.sharding.sharded(mesh), or inside shard_map those of lorajax.sharding.local"
+        )
+    return slots.at(layer)

@@ -1,8 +1,8 @@
 """The slot arrays of all targets, and the compiled functions that write one slot."""
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, SupportsIndex
 
 import jax
@@ -28,11 +28,14 @@ class TargetSlots:
             are those of one shard.
         target: What they are slots of.
         shards: Devices that tensor parallelism cuts the features over.
+        fully_sharded: Whether the ranks of a column target's A, or d_out of a row target's B, are
+            cut over them too: products then need a collective (`lorajax.sharding.local`).
     """
 
     parts: tuple[LoraWeights, ...]
     target: Target = field(metadata={"static": True})
     shards: int = field(default=1, metadata={"static": True})
+    fully_sharded: bool = field(default=False, metadata={"static": True})
 
     @property
     def name(self) -> str:
@@ -42,7 +45,7 @@ class TargetSlots:
     @property
     def columns(self) -> Columns:
         """The order of B's columns."""
-        return columns_of(self.target, self.shards)
+        return columns_of(self.target, self.shards, self.fully_sharded)
 
     def at(self, layer: int | jax.Array) -> tuple[LoraWeights, int | jax.Array]:
         """The arrays that hold a layer, and the layer's index in them.
@@ -100,22 +103,34 @@ class LoraState:
         return next(iter(self.targets.values())).parts[0].num_slots
 
 
-def columns_of(target: Target, shards: int) -> Columns:
-    """The order of B's columns on some shards; that of a row target or embedding is not cut.
+def columns_of(target: Target, shards: int, fully_sharded: bool) -> Columns:
+    """The order of B's columns on some shards.
+
+    That of a row target is cut only if fully sharded, that of the embedding never.
 
     Raises:
         SpecError: The columns do not divide over the shards.
     """
-    cut = target.parallel in ("column", "head")
-    return Columns(target.slices, target.heads if cut else (), shards if cut else 1)
+    aligned = target.parallel in ("column", "head")
+    return Columns(
+        target.slices,
+        target.heads if aligned else (),
+        shards if aligned or fully_sharded else 1,
+    )
 
 
-def abstract_state(spec: LoraSpec, shards: Mapping[str, int] | None = None) -> LoraState:
+def abstract_state(
+    spec: LoraSpec,
+    shards: Mapping[str, int] | None = None,
+    *,
+    fully_sharded: Collection[str] = (),
+) -> LoraState:
     """The state as `jax.ShapeDtypeStruct` leaves: shapes, shardings and checkpoints start here.
 
     Args:
         spec: The slots.
         shards: For each target, devices that its features are cut over; 1 for those left out.
+        fully_sharded: Targets that are cut fully (see `TargetSlots`).
 
     Raises:
         SpecError: The columns of a target do not divide over its shards.
@@ -126,14 +141,15 @@ def abstract_state(spec: LoraSpec, shards: Mapping[str, int] | None = None) -> L
         S, R, G, depth = spec.num_slots, spec.slot_rank, len(target.slices), spec.depth(target)
         count, L = (1, depth) if spec.stack_layers else (depth, 1)
         dtype, n = np.dtype(spec.dtype), shards.get(target.name, 1)
-        columns = columns_of(target, n)
+        full = target.name in fully_sharded
+        columns = columns_of(target, n, full)
         weights = LoraWeights(
             A=_struct((L, S, G, R, target.d_in), dtype),
             B=_struct((L, S, R, columns.width), dtype),
             scale=_struct((L, S, G, R), np.dtype(np.float32)),
             slices=columns.local,
         )
-        return TargetSlots((weights,) * count, target, n)
+        return TargetSlots((weights,) * count, target, n, full)
 
     return LoraState({t.name: slots(t) for t in spec.targets})
 
@@ -151,7 +167,11 @@ def init_state(spec: LoraSpec, shardings: Any = None) -> LoraState:
             how columns are laid out, or None for the default device.
     """
     targets = {} if shardings is None else shardings.targets
-    shapes = abstract_state(spec, {name: target.shards for name, target in targets.items()})
+    shapes = abstract_state(
+        spec,
+        {name: target.shards for name, target in targets.items()},
+        fully_sharded=[name for name, target in targets.items() if target.fully_sharded],
+    )
 
     def zeros() -> LoraState:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -295,13 +315,12 @@ def _write_part(part: LoraWeights, slot: jax.Array, update: dict[str, jax.Array]
 def _write(state: LoraState, slot: jax.Array, update: Mapping[str, Any]) -> LoraState:
     return LoraState(
         {
-            name: TargetSlots(
-                tuple(
+            name: replace(
+                target,
+                parts=tuple(
                     _write_part(part, slot, new)
                     for part, new in zip(target.parts, update[name], strict=True)
                 ),
-                target.target,
-                target.shards,
             )
             for name, target in state.targets.items()
         }

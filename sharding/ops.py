@@ -14,6 +14,7 @@ from lorajax import apply
 from lorajax.kernels_pallas import Routing, make_routing
 from lorajax.kernels_pallas.add_lora.xla import add_delta
 from lorajax.kernels_pallas.routing import MAX_BLOCK
+from lorajax.sharding import local
 from lorajax.sharding.partition import Partition
 from lorajax.sharding.rules import AxisRules
 from lorajax.sharding.state import features, slots_specs
@@ -41,7 +42,7 @@ class ShardedOps:
 
     Tokens are cut over the axes of rows. A column target takes whole features and gives cut ones,
     a row target takes cut features and gives whole ones. States must come from
-    `init_state(spec, state_shardings(spec, mesh, rules))`.
+    `init_state(spec, state_shardings(spec, mesh, rules))`, fully sharded or not.
 
     Attributes:
         partition: The mesh and its rules.
@@ -59,8 +60,8 @@ class ShardedOps:
         rules, shards = self.partition.rules, self.partition.shard.row_shards
         block = min(MAX_BLOCK, token_row.shape[0] // shards)
         in_specs = (PartitionSpec(), rules.spec("rows"))
-        local = functools.partial(make_routing, block=block)
-        return self.partition.per_device(local, in_specs, self._routing_specs(block))(
+        make = functools.partial(make_routing, block=block)
+        return self.partition.per_device(make, in_specs, self._routing_specs(block))(
             row_weights, token_row
         )
 
@@ -74,7 +75,7 @@ class ShardedOps:
         implementation: str | None = None,
     ) -> Float[Array, "T d_out"]:
         """As `lorajax.lora_delta`; a row target's is summed over the shards on its own."""
-        return self._run(apply.lora_delta, {"x": x}, slots, routing, layer, implementation)
+        return self._run(local.lora_delta, {"x": x}, slots, routing, layer, implementation)
 
     def add_lora(
         self,
@@ -89,12 +90,13 @@ class ShardedOps:
         """As `lorajax.add_lora`, y being whole sums.
 
         A row target's delta is then summed on its own, one all-reduce more than `lora_linear`. To
-        have none, call `lorajax.add_lora` on the partial sums inside a `shard_map` of your own.
+        have none, call that of `lorajax.sharding.local` on the partial sums in a `shard_map` of
+        your own.
         """
         if features(slots)[0] is not None:
             delta = self.lora_delta(x, slots, routing, layer=layer, implementation=implementation)
             return add_delta(y, delta, routing)
-        return self._run(apply.add_lora, {"y": y, "x": x}, slots, routing, layer, implementation)
+        return self._run(local.add_lora, {"y": y, "x": x}, slots, routing, layer, implementation)
 
     def lora_linear(
         self,
@@ -118,7 +120,7 @@ class ShardedOps:
             implementation: Name of a kernel, or None for the best one here.
         """
         arrays = {"x": x, "w" if w.ndim == 2 else "stacked w": w}
-        return self._run(apply.lora_linear, arrays, slots, routing, layer, implementation)
+        return self._run(local.lora_linear, arrays, slots, routing, layer, implementation)
 
     def lora_embed(
         self,
@@ -140,7 +142,7 @@ class ShardedOps:
         """
         rules, shard, (vocabulary, _) = self.partition.rules, self.partition.shard, features(slots)
 
-        def local(ids: Any, embed: Any, slots: TargetSlots, routing: Routing) -> jax.Array:
+        def on_device(ids: Any, embed: Any, slots: TargetSlots, routing: Routing) -> jax.Array:
             first = shard.tensor_index() * embed.shape[0] if vocabulary else 0
             rows = apply.lora_embed(
                 ids, embed, slots, routing, first=first, implementation=implementation
@@ -153,7 +155,7 @@ class ShardedOps:
             slots_specs(slots, rules),
             self._routing_specs(routing.block),
         )
-        return self.partition.per_device(local, in_specs, rules.spec("rows", None))(
+        return self.partition.per_device(on_device, in_specs, rules.spec("rows", None))(
             ids, embed, slots, routing
         )
 
@@ -162,11 +164,11 @@ class ShardedOps:
 
         A slice with fewer heads than shards comes with its copies, one for each shard.
         """
-        local = slots.columns.local
-        cuts = [sum(local[: i + 1]) for i in range(len(local) - 1)]
+        widths = slots.columns.local
+        cuts = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
         spec = self.partition.rules.spec("rows", "tensor")
         return self.partition.per_device(
-            lambda y: tuple(jnp.split(y, cuts, axis=-1)), spec, (spec,) * len(local)
+            lambda y: tuple(jnp.split(y, cuts, axis=-1)), spec, (spec,) * len(widths)
         )(y)
 
     def _run(
@@ -190,9 +192,10 @@ class ShardedOps:
         # An int stays one: it chooses among the arrays of layers that are not stacked.
         traced = (layer,) if isinstance(layer, jax.Array) else ()
 
-        def local(arrays: Any, slots: TargetSlots, routing: Routing, traced: Any) -> jax.Array:
-            index = traced[0] if traced else layer
-            y = op(*arrays, slots, routing, layer=index, implementation=implementation)
+        op = functools.partial(op, shard=shard, implementation=implementation)
+
+        def on_device(arrays: Any, slots: TargetSlots, routing: Routing, traced: Any) -> jax.Array:
+            y = op(*arrays, slots, routing, layer=traced[0] if traced else layer)
             return shard.sum(y) if d_in else y
 
         in_specs = (
@@ -201,7 +204,7 @@ class ShardedOps:
             self._routing_specs(routing.block),
             (PartitionSpec(),) * len(traced),
         )
-        return self.partition.per_device(local, in_specs, table["y"])(
+        return self.partition.per_device(on_device, in_specs, table["y"])(
             tuple(arrays.values()), slots, routing, traced
         )
 

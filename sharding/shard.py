@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
@@ -55,6 +56,18 @@ class Shard:
         if self.tensor is None:
             return x
         return lax.all_gather(x, self.tensor, axis=x.ndim - 1, tiled=True)
+
+    def gather_ranks(self, h: Shaped[Array, "S G R T"]) -> jax.Array:
+        """The ranks of all shards, in a fully sharded column target: an all-gather."""
+        return h if self.tensor is None else lax.all_gather(h, self.tensor, axis=2, tiled=True)
+
+    def placed(self, x: Shaped[Array, "T d"]) -> jax.Array:
+        """This shard's columns at their place among those of all shards, and zeros elsewhere."""
+        if self.tensor is None:
+            return x
+        whole = jnp.zeros((x.shape[0], x.shape[1] * self.tensor_shards), x.dtype)
+        start = self.tensor_index() * x.shape[1]
+        return lax.dynamic_update_slice_in_dim(whole, x, start, axis=1)
 
     def gather_rows(self, x: Shaped[Array, "..."]) -> jax.Array:
         """The first axis of all shards of the rows: an all-gather."""

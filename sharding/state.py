@@ -1,7 +1,10 @@
 """Shardings of a state, from the table of docs/sharding.md."""
 
+import math
+from dataclasses import replace
+
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from lorajax.errors import SpecError
 from lorajax.kernels_pallas import LoraWeights
@@ -12,14 +15,18 @@ from lorajax.spec import LoraSpec
 from lorajax.state import LoraState, TargetSlots, abstract_state
 from lorajax.target import Target
 
-# Logical axis of d_in in A and of d_out in B; layers, slots and ranks are never cut. A row target
-# and the embedding keep B whole: their delta joins the partial sum before the base's all-reduce.
+# Logical axis of d_in and of d_out of a base product. Slots are cut alike: a row target and the
+# embedding keep B whole, as their delta joins the partial sum before the base's all-reduce.
 _FEATURES = {
     "column": (WHOLE, "tensor"),
     "row": ("tensor", WHOLE),
     "embedding": ("tensor", WHOLE),
     "head": (WHOLE, "tensor"),
 }
+# Logical axis of R in A and of d_out in B where slots are fully sharded: what the table above
+# leaves whole. Layers and slots are never cut. Of the embedding and head only the small factor is
+# whole, so they are cut as ever.
+_FULLY = {"column": ("tensor", "tensor"), "row": (WHOLE, "tensor")}
 
 
 def features(slots: TargetSlots) -> tuple[str | None, str | None]:
@@ -29,7 +36,9 @@ def features(slots: TargetSlots) -> tuple[str | None, str | None]:
     return _FEATURES[slots.target.parallel]
 
 
-def state_shardings(spec: LoraSpec, mesh: Mesh, rules: AxisRules | None = None) -> LoraState:
+def state_shardings(
+    spec: LoraSpec, mesh: Mesh, rules: AxisRules | None = None, *, fully_sharded: bool = False
+) -> LoraState:
     """The sharding of every array of `init_state(spec)`, and the order of merged columns.
 
     | parallel | A `[L, S, G, R, d_in]` | B `[L, S, R, d_out]` |
@@ -38,6 +47,8 @@ def state_shardings(spec: LoraSpec, mesh: Mesh, rules: AxisRules | None = None) 
     | row | d_in over `tensor` | replicated |
     | embedding | vocabulary over `tensor` | replicated |
     | head | replicated | vocabulary over `tensor` |
+    | column, fully sharded | R over `tensor` | d_out over `tensor` |
+    | row, fully sharded | d_in over `tensor` | d_out over `tensor` |
 
     A vocabulary that does not divide is whole on each device, as in `lorajax.models`.
 
@@ -45,27 +56,40 @@ def state_shardings(spec: LoraSpec, mesh: Mesh, rules: AxisRules | None = None) 
         spec: The slots.
         mesh: The devices.
         rules: The mesh axis of each logical axis; by default that of its name.
+        fully_sharded: Whether nothing of A and B is replicated over `tensor`, at the price of a
+            small collective in every product. The ops of this package and the decoder do as the
+            state says, so this is the only place to choose.
 
     Returns:
         A `LoraState` of `NamedSharding`, for `init_state` and `AdapterManager`.
 
     Raises:
-        SpecError: The mesh lacks an axis, or the features of a target do not divide over it.
+        SpecError: The mesh lacks an axis, or the features of a target do not divide over it; or
+            fully sharded ranks do not.
     """
     partition = Partition.of(mesh, rules)
-    return jax.tree.map(lambda s: s.sharding, abstract_slots(spec, partition))
+    slots = abstract_slots(spec, partition, fully_sharded=fully_sharded)
+    return jax.tree.map(lambda s: s.sharding, slots)
 
 
-def abstract_slots(spec: LoraSpec, partition: Partition) -> LoraState:
+def abstract_slots(
+    spec: LoraSpec, partition: Partition, *, fully_sharded: bool = False
+) -> LoraState:
     """The state on a mesh as `jax.ShapeDtypeStruct`: to compile for devices that are not there.
 
     Raises:
-        SpecError: The features of a target do not divide over the mesh.
+        SpecError: The features of a target do not divide over the mesh; or fully sharded ranks.
     """
     for target in spec.targets:
         _check_row(target, partition.shard.tensor_shards)
-    counts = {t.name: _shards(t, partition.shard) for t in spec.targets}
-    shapes = abstract_state(spec, counts)
+    full = [t for t in spec.targets if t.layered] if fully_sharded else []
+    for target in full:
+        _check_rank(target, spec.slot_rank, partition.shard.tensor_shards)
+    shapes = abstract_state(
+        spec,
+        {t.name: _shards(t, partition.shard) for t in spec.targets},
+        fully_sharded=[t.name for t in full],
+    )
     return jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(
             a.shape, a.dtype, sharding=NamedSharding(partition.mesh, s)
@@ -83,16 +107,17 @@ def state_specs(state: LoraState, rules: AxisRules) -> LoraState:
 def slots_specs(slots: TargetSlots, rules: AxisRules) -> TargetSlots:
     """The `PartitionSpec` of every array of one target."""
     d_in, d_out = features(slots)
+    rank, d_out = _FULLY[slots.target.parallel] if slots.fully_sharded else (WHOLE, d_out)
 
     def specs(part: LoraWeights) -> LoraWeights:
         return LoraWeights(
-            A=rules.spec(WHOLE, WHOLE, WHOLE, WHOLE, d_in),
+            A=rules.spec(WHOLE, WHOLE, WHOLE, rank, d_in),
             B=rules.spec(WHOLE, WHOLE, WHOLE, d_out),
-            scale=PartitionSpec(),
+            scale=rules.spec(WHOLE, WHOLE, WHOLE, rank),
             slices=part.slices,
         )
 
-    return TargetSlots(tuple(specs(p) for p in slots.parts), slots.target, slots.shards)
+    return replace(slots, parts=tuple(specs(p) for p in slots.parts))
 
 
 def _shards(target: Target, shard: Shard) -> int:
@@ -110,4 +135,13 @@ def _check_row(target: Target, shards: int) -> None:
         raise SpecError(
             f"the {what} of d_in of a row target must divide over the tensor axis of {shards} "
             f"devices; got {units} for {target.name!r}; use a smaller tensor axis"
+        )
+
+
+def _check_rank(target: Target, rank: int, shards: int) -> None:
+    if target.parallel == "column" and rank % shards:
+        raise SpecError(
+            "slot_rank of fully sharded slots must divide over the tensor axis of "
+            f"{shards} devices; got {rank} for {target.name!r}; use slot_rank="
+            f"{math.lcm(rank, shards)}, a smaller tensor axis, or fully_sharded=False"
         )

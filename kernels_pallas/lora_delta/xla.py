@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lorajax.kernels_pallas.checks import Layer, take_layer
@@ -22,8 +23,7 @@ def lora_delta(
     them if the batch has base rows alone, and with several blocks of tokens and many slots takes
     each block's own active slots; elsewhere work whose amount is data would wait for the host.
     """
-    A, B, scale = (take_layer(a, layer) for a in (weights.A, weights.B, weights.scale))
-    A, B = A.astype(x.dtype), B.astype(x.dtype)
+    A, B, scale = at_layer(weights, layer, x.dtype)
     S, _, R, _ = A.shape
 
     def dense() -> Float[Array, "T d_out"]:
@@ -53,43 +53,67 @@ def unless_base(
     return lax.platform_dependent(cpu=if_adapted, default=delta)
 
 
-def _slots_delta(
+def at_layer(
+    weights: LoraWeights, layer: Layer, dtype: DTypeLike
+) -> tuple[Float[Array, "S G R d_in"], Float[Array, "S rank d_out"], Float[Array, "S G R"]]:
+    """A, B and scale of one layer, A and B in the element type of the products.
+
+    Ranks of B are R, unless A and scale are a shard's share of them.
+    """
+    A, B, scale = (take_layer(a, layer) for a in (weights.A, weights.B, weights.scale))
+    return A.astype(dtype), B.astype(dtype), scale
+
+
+def shrink(
     x: Float[Array, "T d_in"],
     A: Float[Array, "S G R d_in"],
-    B: Float[Array, "S R d_out"],
     scale: Float[Array, "S G R"],
     weights: Float[Array, "S T"],
-    slices: tuple[int, ...],
-) -> Float[Array, "T d_out"]:
-    """The delta of some slots, every token times every slot."""
+) -> Float[Array, "S G R T"]:
+    """`(A xᵀ) ⊙ scale ⊙ W` in float32, every token times every slot.
+
+    Linear in A and x: sums over shares of d_in, and shares of R, are those of the whole.
+
+    Args:
+        x: `[T, d_in]`.
+        A: `[S, G, R, d_in]`, in x's dtype.
+        scale: `f32[S, G, R]`.
+        weights: `f32[S, T]`, those of a routing.
+    """
     S, G, R, d_in = A.shape
-    T = x.shape[0]
     # A x^T, not x A^T: the small side is the one that a CPU product transposes and packs.
     h = lax.dot_general(
         A.reshape(S * G * R, d_in),
         x,
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
-    ).reshape(S, G, R, T)
-    return expand(h, B, scale, weights, slices)
+    )
+    return select(h.reshape(S, G, R, x.shape[0]), scale, weights)
+
+
+def select(
+    h: Float[Array, "S G R T"], scale: Float[Array, "S G R"], weights: Float[Array, "S T"]
+) -> Float[Array, "S G R T"]:
+    """`h ⊙ scale ⊙ W` in float32.
+
+    It selects and never multiplies by zero: 0 times NaN is NaN, and a broken adapter or row must
+    stay alone.
+    """
+    w = weights[:, None, None, :]
+    return jnp.where(w != 0, h * (scale[..., None] * w), 0.0)
 
 
 def expand(
-    h: Float[Array, "S G R T"],
-    B: Float[Array, "S R d_out"],
-    scale: Float[Array, "S G R"],
-    weights: Float[Array, "S T"],
-    slices: tuple[int, ...],
+    h: Float[Array, "S G R T"], B: Float[Array, "S R d_out"], slices: tuple[int, ...]
 ) -> Float[Array, "T d_out"]:
-    """`(h ⊙ W) B`, from h in float32.
+    """`hᵀ B` in float32. B needs no mask, since `write_slots` keeps it finite.
 
-    The mask selects and never multiplies: 0 times NaN is NaN, and a broken adapter or row must stay
-    alone. B needs no mask, since `write_slots` keeps it finite.
+    Args:
+        h: `[S, G, R, T]` from `shrink`, rounded to the dtype of the product.
+        B: `[S, R, d_out]`, in h's dtype.
+        slices: Widths of the G slices of d_out.
     """
     S, _, R, T = h.shape
-    w = weights[:, None, None, :]
-    h = jnp.where(w != 0, h * (scale[..., None] * w), 0.0).astype(B.dtype)
-
     B = B.reshape(S * R, -1)
     parts, start = [], 0
     for g, width in enumerate(slices):
@@ -99,6 +123,18 @@ def expand(
         parts.append(lax.dot_general(h_g, columns, contract, preferred_element_type=jnp.float32))
         start += width
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _slots_delta(
+    x: Float[Array, "T d_in"],
+    A: Float[Array, "S G R d_in"],
+    B: Float[Array, "S R d_out"],
+    scale: Float[Array, "S G R"],
+    weights: Float[Array, "S T"],
+    slices: tuple[int, ...],
+) -> Float[Array, "T d_out"]:
+    """The delta of some slots."""
+    return expand(shrink(x, A, scale, weights).astype(x.dtype), B, slices)
 
 
 def _blocks_delta(

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lorajax.kernels_pallas.add_lora.xla import add_delta
-from lorajax.kernels_pallas.checks import take_layer
-from lorajax.kernels_pallas.lora_delta.xla import expand, unless_base
+from lorajax.kernels_pallas.lora_delta.xla import at_layer, expand, select, unless_base
 from lorajax.kernels_pallas.routing import Routing
 from lorajax.kernels_pallas.weights import LoraWeights
 
@@ -20,13 +19,14 @@ def lora_embed(
     ids: Int[Array, "T"], embed: Float[Array, "V D"], weights: LoraWeights, routing: Routing
 ) -> Float[Array, "T D"]:
     """The look-up, and `((onehot(ids) Aᵀ) ⊙ W) B`, whose first product is a gather."""
-    A, B, scale = (take_layer(a, 0) for a in (weights.A, weights.B, weights.scale))
+    A, B, scale = at_layer(weights, 0, embed.dtype)
     here = _inside(ids, embed.shape[0])
 
     def delta() -> Float[Array, "T D"]:
         h = A[..., jnp.where(here, ids, 0)].astype(jnp.float32)
         w = jnp.where(here[None, :], routing.weights, 0.0)
-        return expand(h, B.astype(embed.dtype), scale, w, weights.slices)
+        h = select(h, scale, w).astype(embed.dtype)
+        return expand(h, B, weights.slices)
 
     added = unless_base(routing, embed.shape[1], delta, on_cpu=delta)
     return add_delta(embedded(ids, embed), added, routing)

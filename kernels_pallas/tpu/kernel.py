@@ -28,6 +28,8 @@ from lorajax.kernels_pallas.weights import LoraWeights
 NAMES = {"product": "lora_linear_tpu", "given": "add_lora_tpu", "none": "lora_delta_tpu"}
 
 
+# Jitted by itself: a model that unrolls its layers then traces and lowers each shape once.
+@functools.partial(jax.jit, static_argnames=("problem", "tiles", "vmem_limit"))
 def run_kernel(
     problem: Problem,
     tiles: Tiles,

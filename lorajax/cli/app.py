@@ -55,6 +55,14 @@ Mesh = Annotated[
         "for example data=2,tensor=4. By default one device.",
     ),
 ]
+FullySharded = Annotated[
+    bool,
+    typer.Option(
+        "--fully-sharded",
+        help="Keep no whole A or B on any device of the tensor axis: less memory for slots, and a "
+        "small collective in every adapted product.",
+    ),
+]
 Coordinator = Annotated[
     str | None,
     typer.Option(
@@ -137,6 +145,7 @@ def generate(
         bool, typer.Option("--logprobs", help="Also write each token's log probability.")
     ] = False,
     mesh: Mesh = None,
+    fully_sharded: FullySharded = False,
     coordinator: Coordinator = None,
     num_processes: NumProcesses = None,
     process_id: ProcessId = None,
@@ -161,6 +170,7 @@ def generate(
             batch_size=batch_size,
             logprobs=logprobs,
             mesh=options.mesh_axes(mesh),
+            fully_sharded=fully_sharded,
             processes=Processes(coordinator, num_processes, process_id) if several else None,
         )
         return run_generate(opts, Console(stderr=True))

@@ -39,7 +39,8 @@ _LENGTH_STEP = 64
 class GenerateOptions:
     """Arguments of `lorajax generate`; `slots` and `dtype` None mean: choose.
 
-    `mesh` None is one device. With `processes` other processes run the same command.
+    `mesh` None is one device; `fully_sharded` cuts slots over it fully. With `processes` other
+    processes run the same command.
     """
 
     model: Path
@@ -53,6 +54,7 @@ class GenerateOptions:
     batch_size: int
     logprobs: bool
     mesh: Mapping[str, int] | None = None
+    fully_sharded: bool = False
     processes: Processes | None = None
 
 
@@ -82,7 +84,9 @@ def generate(opts: GenerateOptions, console: Console) -> int:
     steps = Steps(
         models.load_model(opts.model, dtype=dtype, partition=partition), partition=partition
     )
-    shardings = None if partition is None else state_shardings(spec, partition.mesh)
+    shardings = None
+    if partition is not None:
+        shardings = state_shardings(spec, partition.mesh, fully_sharded=opts.fully_sharded)
     manager = AdapterManager(spec, sources=adapters, shardings=shardings, agree=agree)
     requests = [line.request for line in lines if line.request is not None]
     lengths = [len(r.prompt_ids) + r.max_tokens for r in requests]
@@ -111,7 +115,8 @@ def _alike(
     hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     return [
         *(f"{name} {digest[:16]}" for name, digest in hashes.items()),
-        f"{spec.num_slots} slots of rank {spec.slot_rank}, {spec.dtype}",
+        f"{spec.num_slots} slots of rank {spec.slot_rank}, {spec.dtype}"
+        + ", fully sharded" * opts.fully_sharded,
         f"batch size {opts.batch_size}, max tokens {opts.max_tokens}",
         f"end of sequence {sorted(eos_ids)}",
         *(f"adapter {name!r} {adapter.digest[:16]}" for name, adapter in sorted(adapters.items())),
@@ -133,6 +138,11 @@ def _check_paths(opts: GenerateOptions) -> None:
     if opts.output.exists() and opts.output.samefile(opts.input):
         raise UsageError(
             f"input and output must be two files; got {opts.input} for both; name another output"
+        )
+    if opts.fully_sharded and opts.mesh is None:
+        raise UsageError(
+            "--fully-sharded must come with a mesh that cuts slots; got no --mesh; give one, for "
+            "example --mesh tensor=4"
         )
     for name, value in (
         ("--slots", opts.slots),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from lorajax.apply import add_lora, lora_embed, lora_linear
+from lorajax.apply import add_lora, lora_embed
 from lorajax.errors import SpecError
 from lorajax.families import EMBEDDING, HEAD
 from lorajax.kernels_pallas import Routing, embedded
@@ -18,6 +18,7 @@ from lorajax.models import rope
 from lorajax.models.cache import KVCache, attend, write
 from lorajax.models.config import ModelConfig
 from lorajax.sharding import Shard
+from lorajax.sharding.local import lora_linear
 from lorajax.state import LoraState
 
 #: What adapters may change, by the names in a state: the products of a layer, and the two outside.
@@ -72,10 +73,12 @@ class Linear(nnx.Module):
         row: bool = False,
         heads: tuple[int, ...] = (),
         shard: Shard,
+        implementation: str | None,
     ):
         base = f"model.layers.{layer}.{target.split('.')[0]}"
         names, widths = [f"{base}.{p}" for p in parts], tuple(parts.values())
         self.target, self.layer, self.row, self.shard = target, layer, row, shard
+        self.implementation = implementation
         weights, biases = (tuple(f"{n}.{kind}" for n in names) for kind in ("weight", "bias"))
         cut = "rows" if row else "columns"
         self.weight = nnx.Param(
@@ -94,7 +97,15 @@ class Linear(nnx.Module):
         if lora is None or routing is None or self.target not in lora.targets:
             y = jnp.dot(flat, w)
         else:
-            y = lora_linear(flat, w, lora[self.target], routing, layer=self.layer)
+            y = lora_linear(
+                flat,
+                w,
+                lora[self.target],
+                routing,
+                layer=self.layer,
+                shard=self.shard,
+                implementation=self.implementation,
+            )
         y = self.shard.sum(y) if self.row else y  # the delta is part of the partial sum
         y = y if self.bias is None else y + self.bias[...][None, :]
         return y.reshape(N, Q, -1)
@@ -118,11 +129,21 @@ class RMSNorm(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, make: MakeLeaf, shard: Shard):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        make: MakeLeaf,
+        *,
+        shard: Shard,
+        implementation: str | None,
+    ):
         c, base = config, f"model.layers.{layer}"
         q, kv, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
         self.config, self.layer = config.local(shard.tensor_shards), layer
-        linear = functools.partial(Linear, make, layer=layer, shard=shard)
+        linear = functools.partial(
+            Linear, make, layer=layer, shard=shard, implementation=implementation
+        )
 
         def norm(name: str, width: int) -> RMSNorm:
             return RMSNorm(make, f"{base}.{name}.weight", width, c.norm_eps)
@@ -199,18 +220,27 @@ class Decoder(nnx.Module):
 
     On a mesh it runs inside `shard_map`: its arrays, cache and slots are one device's share, and
     `config` has that device's heads. Collectives are those of `Shard`, the same with slots as
-    without.
+    without unless the slots are fully sharded.
 
     Args:
         config: Sizes and layout of the whole model.
         make: Gives the array of each leaf; `load_model` and `from_tensors` read checkpoints.
         shard: Place on a mesh; by default there is none.
+        implementation: Of `lora_linear`: name of a kernel, or None for the best one of the platform
+            that traces, which is not that of a program compiled ahead of time.
 
     Attributes:
         config: Sizes on one device.
     """
 
-    def __init__(self, config: ModelConfig, make: MakeLeaf, shard: Shard | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        make: MakeLeaf,
+        shard: Shard | None = None,
+        *,
+        implementation: str | None = None,
+    ):
         self.shard = shard = Shard() if shard is None else shard
         self.config = config.local(shard.tensor_shards)
         D, V = config.hidden_size, config.vocab_size
@@ -218,7 +248,10 @@ class Decoder(nnx.Module):
         rows, columns = ("rows", "columns") if self.cut_vocab else (None, None)
         self.embed = nnx.Param(make(Leaf(("model.embed_tokens.weight",), (D,), V, cut=rows)))
         self.layers = nnx.List(
-            [DecoderLayer(config, i, make, shard) for i in range(config.num_layers)]
+            [
+                DecoderLayer(config, i, make, shard=shard, implementation=implementation)
+                for i in range(config.num_layers)
+            ]
         )
         self.norm = RMSNorm(make, "model.norm.weight", D, config.norm_eps)
         head = Leaf(("lm_head.weight",), (V,), D, transposed=True, cut=columns)

@@ -43,7 +43,11 @@ def logical_axes(leaf: Leaf) -> tuple[str | None, ...]:
 
 
 def abstract_model(
-    config: ModelConfig, partition: Partition, *, dtype: DTypeLike | None = None
+    config: ModelConfig,
+    partition: Partition,
+    *,
+    dtype: DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> Decoder:
     """A decoder of `jax.ShapeDtypeStruct` on a mesh, to compile for devices that are not there.
 
@@ -51,6 +55,7 @@ def abstract_model(
         config: Sizes and layout.
         partition: The mesh.
         dtype: Element type of the parameters; by default `config.dtype`.
+        implementation: See `Decoder`; name it where the devices are of another platform.
 
     Raises:
         ModelError: The model does not divide over the mesh.
@@ -63,7 +68,7 @@ def abstract_model(
         sharding = partition.sharding(*logical_axes(leaf))
         return jax.ShapeDtypeStruct(shape, element, sharding=sharding)
 
-    return Decoder(config, make, shard)
+    return Decoder(config, make, shard, implementation=implementation)
 
 
 def abstract_cache(

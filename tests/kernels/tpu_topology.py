@@ -24,13 +24,16 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def tpu_device(generation: str) -> Any:
-    """A device of a generation, to compile for."""
+def tpu_devices(topology: str) -> list[Any]:
+    """The devices of a slice, to compile for."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # other test workers load it too
-    return topologies.get_topology_desc(
-        platform="tpu", topology_name=TOPOLOGIES[generation]
-    ).devices[0]
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def tpu_device(generation: str) -> Any:
+    """A device of a generation, to compile for."""
+    return tpu_devices(TOPOLOGIES[generation])[0]
 
 
 def tpu_mesh(device: Any) -> AbstractMesh:

@@ -42,13 +42,29 @@ def collectives(text: str) -> Counter[str]:
     return Counter(re.findall(rf" ({COLLECTIVES})(?:-start)?\(", text))
 
 
+def collective_bytes(text: str) -> Counter[tuple[str, int]]:
+    """How often each collective occurs that gives so many bytes to a device (float32 only)."""
+    found = re.findall(rf"= f32\[([\d,]*)\]\S* ({COLLECTIVES})\(", text)
+    assert len(found) == collectives(text).total(), "a collective of another form"
+    return Counter((kind, 4 * math.prod(map(int, shape.split(",")))) for shape, kind in found)
+
+
 def compiled_decode(
-    config: Mapping, partition: Partition, *, lora: bool, rows=8, slots=4, targets=None
+    config: Mapping,
+    partition: Partition,
+    *,
+    lora: bool,
+    fully=False,
+    implementation=None,
+    rows=8,
+    slots=4,
+    targets=None,
 ):
     """The decode step of a model on a mesh, compiled from shapes alone."""
     spec = lj.LoraSpec.from_hf_config(config, num_slots=slots, slot_rank=16, targets=targets)
     sizes = models.ModelConfig.from_hf(config)
-    graphdef, params = nnx.split(models.abstract_model(sizes, partition))
+    model = models.abstract_model(sizes, partition, implementation=implementation)
+    graphdef, params = nnx.split(model)
 
     def struct(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=partition.sharding("rows"))
@@ -58,7 +74,7 @@ def compiled_decode(
         jax.jit(step, donate_argnums=2)
         .lower(
             params,
-            abstract_slots(spec, partition) if lora else None,
+            abstract_slots(spec, partition, fully_sharded=fully) if lora else None,
             models.abstract_cache(sizes, partition, rows, 32),
             struct((rows,), np.int32),
             struct((rows,), np.int32),

@@ -1,16 +1,25 @@
-"""A step with adapters has the base step's collectives, and no others: counted in the program."""
+"""A step with adapters has the base step's collectives, and no others: counted in the program.
 
-import os
+Fully sharded slots have small ones of their own: which, how often and how large is counted too.
+"""
+
+from collections import Counter
 
 import jax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import AxisType
 
 import lorajax as lj
 from lorajax.sharding import Partition, abstract_slots, sharded
-from tests.kernels.tpu_topology import needs_libtpu
-from tests.sharding.support import collectives, compiled_decode, config_of, mesh_of
+from tests.kernels.test_tpu_compile import kernels_in
+from tests.kernels.tpu_topology import needs_libtpu, tpu_devices
+from tests.sharding.support import (
+    collective_bytes,
+    collectives,
+    compiled_decode,
+    config_of,
+    mesh_of,
+)
 
 LAYERS = 1
 #: Axes of a mesh, and what the base needs: an all-reduce for each row product and the embedding, an
@@ -43,10 +52,21 @@ def test_on_cpu(axes, axis_type, base):
     assert counted[1] == base
 
 
+def test_what_fully_sharded_slots_cost():
+    """In each layer all-gathers of h for q|k|v and gate|up, all-reduces of h for o and down."""
+    config = config_of("llama2", 2, num_hidden_layers=2)
+    partition, slots, rows, rank = Partition.of(mesh_of(data=2, tensor=4)), 4, 8, 16
+    base, full = (
+        collective_bytes(compiled_decode(config, partition, lora=lora, fully=True).as_text())
+        for lora in (False, True)
+    )
+    h = 4 * slots * rank * (rows // 2)  # float32, of one slice and the rows of one device
+    extra = {("all-gather", 3 * h): 2, ("all-gather", 2 * h): 2, ("all-reduce", h): 2 * 2}
+    assert full == base + Counter(extra)
+
+
 def tpu_partition(pod):
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=pod).devices
-    return Partition.of(mesh_of(devices=devices, data=2, tensor=4))
+    return Partition.of(mesh_of(devices=tpu_devices(pod), data=2, tensor=4))
 
 
 @needs_libtpu
@@ -55,12 +75,18 @@ def test_in_the_program_of_the_tpu_compiler():
     config = config_of(
         "llama2", 2, hidden_size=256, head_dim=128, intermediate_size=1024, vocab_size=512
     )
-    counted = [
-        collectives(compiled_decode(config, partition, lora=lora).as_text())
-        for lora in (False, True)
-    ]
     layers = config["num_hidden_layers"]
-    assert counted[0] == counted[1] == {"all-reduce": 2 * layers + 1, "all-gather": 2}
+    base = Counter({"all-reduce": 2 * layers + 1, "all-gather": 2})
+    extra = Counter({"all-reduce": 2 * layers, "all-gather": 2 * layers})
+    for options, want, kernels in (
+        ({"lora": False}, base, 0),
+        ({"lora": True, "implementation": "xla"}, base, 0),
+        ({"lora": True, "implementation": "mosaic_tpu"}, base, 4 * layers),
+        ({"lora": True, "fully": True}, base + extra, 0),
+    ):
+        compiled = compiled_decode(config, partition, **options)
+        assert collectives(compiled.as_text()) == want, options
+        assert kernels_in(compiled) == ["lora_linear_tpu"] * kernels, options
 
 
 @needs_libtpu

@@ -20,15 +20,29 @@ from tests.models.support import errors, weights_of
 from tests.sharding.support import config_of, mesh_of
 
 N, Q, C, SLOTS = 8, 8, 16, 4
-#: Family, KV heads, mesh. All sizes of the tensor axis, and more shards than KV heads.
+#: Family, KV heads, mesh, and whether slots are fully sharded. All families either way, all sizes
+#: of the tensor axis alone and with other axes, 1, 2 and 4 KV heads with more shards.
 CASES = [
-    ("llama2", 4, {"tensor": 8}, AxisType.Auto),
-    ("llama3", 1, {"tensor": 8}, AxisType.Auto),
-    ("llama_bias", 2, {"tensor": 8}, AxisType.Explicit),
-    ("qwen2_window", 2, {"data": 2, "tensor": 4}, AxisType.Auto),
-    ("qwen3", 1, {"fsdp": 2, "tensor": 4}, AxisType.Auto),
-    ("mistral_window", 4, {"data": 2, "fsdp": 2, "tensor": 2}, AxisType.Explicit),
-    ("mistral", 8, {"data": 8, "tensor": 1}, AxisType.Auto),
+    ("llama2", 4, {"tensor": 1}, AxisType.Auto, False),
+    ("llama2", 4, {"tensor": 8}, AxisType.Auto, False),
+    ("llama2", 4, {"tensor": 8}, AxisType.Auto, True),
+    ("llama3", 1, {"tensor": 2}, AxisType.Auto, False),
+    ("llama3", 1, {"tensor": 8}, AxisType.Auto, False),
+    ("llama3", 1, {"tensor": 2}, AxisType.Auto, True),
+    ("llama_bias", 2, {"fsdp": 4, "tensor": 2}, AxisType.Auto, False),
+    ("llama_bias", 2, {"tensor": 8}, AxisType.Explicit, False),
+    ("llama_bias", 2, {"tensor": 8}, AxisType.Explicit, True),
+    ("qwen2", 2, {"tensor": 4}, AxisType.Auto, False),
+    ("qwen2", 2, {"tensor": 4}, AxisType.Auto, True),
+    ("qwen2_window", 2, {"data": 2, "tensor": 4}, AxisType.Auto, False),
+    ("qwen2_window", 2, {"data": 2, "tensor": 4}, AxisType.Auto, True),
+    ("qwen3", 1, {"data": 4, "tensor": 2}, AxisType.Auto, False),
+    ("qwen3", 1, {"fsdp": 2, "tensor": 4}, AxisType.Auto, False),
+    ("qwen3", 1, {"fsdp": 2, "tensor": 4}, AxisType.Auto, True),
+    ("mistral_window", 4, {"data": 2, "fsdp": 2, "tensor": 2}, AxisType.Explicit, False),
+    ("mistral_window", 4, {"data": 2, "fsdp": 2, "tensor": 2}, AxisType.Explicit, True),
+    ("mistral", 8, {"data": 8, "tensor": 1}, AxisType.Auto, False),
+    ("mistral", 8, {"data": 2, "tensor": 4}, AxisType.Explicit, True),
 ]
 #: Rows of the batch: base rows among adapters and mixes.
 MIXES = [{}, {"a": 1.0}, {"b": 1.0}, {}, {"a": 0.7, "b": -0.3}, {"b": 2.0}, {"a": 1.0}, {}]
@@ -44,7 +58,7 @@ def tokens():
 class Served:
     """Slots and steps on a mesh, or on one device."""
 
-    def __init__(self, family, kv_heads, partition=None, *, targets=None, **fields):
+    def __init__(self, family, kv_heads, partition=None, *, fully=False, targets=None, **fields):
         self.config, self.partition = config_of(family, kv_heads, **fields), partition
         tensors = hf.base_tensors(self.config)
         sizes = models.ModelConfig.from_hf(self.config)
@@ -53,9 +67,10 @@ class Served:
         self.spec = lj.LoraSpec.from_hf_config(
             self.config, num_slots=SLOTS, slot_rank=16, targets=targets
         )
-        shardings = None if partition is None else state_shardings(self.spec, partition.mesh)
-        self.state = lj.init_state(self.spec, shardings)
-        self.shardings = shardings
+        self.shardings = None
+        if partition is not None:
+            self.shardings = state_shardings(self.spec, partition.mesh, fully_sharded=fully)
+        self.state = lj.init_state(self.spec, self.shardings)
 
     def load(self, form, slots):
         adapter = adapter_from_tensors(
@@ -103,14 +118,34 @@ def life(served, nothing_compiles):
     return np.stack(logits)
 
 
+@pytest.fixture
+def quick_compiles():
+    """Compiling is what many meshes take time for; it halves without optimisation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @functools.cache
 def on_one_device(family, kv_heads):
     return life(Served(family, kv_heads), contextlib.nullcontext)
 
 
-@pytest.mark.parametrize(("family", "kv_heads", "axes", "axis_type"), CASES)
-def test_a_mesh_gives_what_one_device_gives(family, kv_heads, axes, axis_type, compiles):
-    served = Served(family, kv_heads, Partition.of(mesh_of(axis_type, **axes)))
+def case(family, kv_heads, axes, axis_type, fully):
+    """A family's cases go to one test worker, which runs its one device once."""
+    mesh = "-".join(f"{axis}{size}" for axis, size in axes.items())
+    name = f"{family}-{kv_heads}-{mesh}-{axis_type.name}" + "-fully" * fully
+    marks = pytest.mark.xdist_group(f"decoder-{family}")
+    return pytest.param(family, kv_heads, axes, axis_type, fully, id=name, marks=marks)
+
+
+@pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.parametrize(
+    ("family", "kv_heads", "axes", "axis_type", "fully"), [case(*c) for c in CASES]
+)
+def test_a_mesh_gives_what_one_device_gives(family, kv_heads, axes, axis_type, fully, compiles):
+    partition = Partition.of(mesh_of(axis_type, **axes))
+    served = Served(family, kv_heads, partition, fully=fully)
     got, want = life(served, compiles.none), on_one_device(family, kv_heads)
     assert errors(got, want).max() < 1e-5
     changed = [i for i in range(N) if i not in BASE]
@@ -123,9 +158,10 @@ def test_a_mesh_gives_what_one_device_gives(family, kv_heads, axes, axis_type, c
         assert leaf.sharding.is_equivalent_to(served.partition.sharding(*CACHE_AXES), leaf.ndim)
 
 
-def test_base_rows_are_bit_equal_on_a_mesh():
+@pytest.mark.parametrize("fully", [False, True])
+def test_base_rows_are_bit_equal_on_a_mesh(fully):
     partition = Partition.of(mesh_of(data=2, tensor=4))
-    served = Served("llama_bias", 2, partition)
+    served = Served("llama_bias", 2, partition, fully=fully)
     served.load("rslora", [2])
     weights = weights_of([{"a": 9.0} if mix else {} for mix in MIXES], {"a": [2]}, SLOTS)
     got = [served.start(weights), served.step(weights)]

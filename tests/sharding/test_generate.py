@@ -22,10 +22,11 @@ def is_served(path, default=5):
         check(line, record, logprobs=True, default=default)
 
 
-def test_on_a_mesh(files, tmp_path):
+@pytest.mark.parametrize("fully", [[], ["--fully-sharded"]])
+def test_on_a_mesh(fully, files, tmp_path):
     write_lines(tmp_path / "in.jsonl", LINES)
     extra = ["--mesh", "data=2,tensor=4", "--slots", "4", "--logprobs", "--max-tokens", "5"]
-    result = CliRunner().invoke(app, arguments(files, tmp_path, *extra))
+    result = CliRunner().invoke(app, arguments(files, tmp_path, *extra, *fully))
     assert result.exit_code == 0, result.output
     assert "steps of 6 rows" in result.stderr
     is_served(tmp_path / "out.jsonl")
@@ -40,6 +41,7 @@ def test_on_a_mesh(files, tmp_path):
         (["--mesh", "tensor=16"], "at most the 8.*got 16"),
         (["--mesh", "tensor=8"], "num_attention_heads.*8 devices; got 4"),
         (["--process-id", "1"], "together; got"),
+        (["--fully-sharded"], "mesh that cuts slots; got no --mesh"),
     ],
 )
 def test_unusable_arguments(extra, words, files, tmp_path):
@@ -56,7 +58,8 @@ def run_two(files, tmp_path, inputs):
     for i, lines in enumerate(inputs):
         (tmp_path / str(i)).mkdir(exist_ok=True)
         write_lines(tmp_path / str(i) / "in.jsonl", lines)
-        extra = ["--mesh", "data=2,tensor=2", "--slots", "4", "--logprobs", "--max-tokens", "5"]
+        extra = ["--mesh", "data=2,tensor=2", "--fully-sharded", "--slots", "4", "--logprobs"]
+        extra += ["--max-tokens", "5"]
         extra += ["--coordinator", f"localhost:{port}", "--num-processes", "2"]
         command = [sys.executable, "-c", "from lorajax.cli import main; main()"]
         command += arguments(files, tmp_path / str(i), *extra, "--process-id", str(i))

@@ -31,11 +31,12 @@ def adapters():
 
 
 class Case:
-    def __init__(self, axes, axis_type, *, stack=False):
+    def __init__(self, axes, axis_type, *, stack=False, fully=False):
         self.mesh = mesh_of(axis_type, **axes)
         self.partition, self.ops = Partition.of(self.mesh), sharded(self.mesh)
         self.spec = make_spec(num_slots=4, stack_layers=stack)
-        self.state = lj.init_state(self.spec, state_shardings(self.spec, self.mesh))
+        shardings = state_shardings(self.spec, self.mesh, fully_sharded=fully)
+        self.state = lj.init_state(self.spec, shardings)
         for slot, adapter in enumerate(adapters()):
             self.state = lj.write_slots(self.state, [slot], adapter)
         self.row_weights = self.partition.put(dense.ROW_WEIGHTS, None, None)
@@ -65,9 +66,10 @@ def reference(x, target, layer=1):
     return np.concatenate([last, again])
 
 
+@pytest.mark.parametrize("fully", [False, True])
 @pytest.mark.parametrize(("axes", "axis_type"), MESHES)
-def test_ops_equal_float64(axes, axis_type):
-    case = Case(axes, axis_type)
+def test_ops_equal_float64(axes, axis_type, fully):
+    case = Case(axes, axis_type, fully=fully)
     ops, state = case.ops, case.state
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -79,7 +81,7 @@ def test_ops_equal_float64(axes, axis_type):
             ops.lora_linear(x, w, slots, route, layer=1),
         )
 
-    for name in ("qkv", "gate_up", "down"):
+    for name in ("qkv", "gate_up", "down", "merged_down"):
         x, w, y, base, delta = case.inputs(name)
         got = run(name, state, case.row_weights, case.token_row, x, w, y)
         assert dense.rel(got[0], delta) < 1e-5
@@ -89,8 +91,9 @@ def test_ops_equal_float64(axes, axis_type):
         assert dense.rel(got[2], base + delta) < 1e-5
 
 
-def test_a_traced_layer_and_the_slices_of_a_product():
-    case = Case({"data": 2, "tensor": 4}, AxisType.Auto, stack=True)
+@pytest.mark.parametrize("fully", [False, True])
+def test_a_traced_layer_and_the_slices_of_a_product(fully):
+    case = Case({"data": 2, "tensor": 4}, AxisType.Auto, stack=True, fully=fully)
     x, w, _, base, delta = case.inputs("qkv")
     stacked = np.stack([np.zeros_like(w), w])  # of which layer 1 is used
     w = case.partition.put(stacked, None, None, "tensor")
@@ -111,9 +114,18 @@ def test_a_traced_layer_and_the_slices_of_a_product():
     assert (np.diff(order[np.tile(where == 0, 4)]) > 0).all()  # whole heads, in order
 
 
-@pytest.mark.parametrize(("name", "sums"), [("qkv", 0), ("gate_up", 0), ("down", 1)])
-def test_collectives_of_an_op(name, sums):
-    case = Case({"data": 2, "tensor": 4}, AxisType.Auto)
+@pytest.mark.parametrize(
+    ("name", "fully", "want"),
+    [
+        ("qkv", False, {}),
+        ("gate_up", False, {}),
+        ("down", False, {"all-reduce": 1}),
+        ("qkv", True, {"all-gather": 1}),
+        ("down", True, {"all-reduce": 2}),
+    ],
+)
+def test_collectives_of_an_op(name, fully, want):
+    case = Case({"data": 2, "tensor": 4}, AxisType.Auto, fully=fully)
     x, w, *_ = case.inputs(name)
 
     def linear(state, row_weights, token_row, x, w):
@@ -122,7 +134,7 @@ def test_collectives_of_an_op(name, sums):
 
     args = (case.state, case.row_weights, case.token_row, x, w)
     text = jax.jit(linear).lower(*args).compile().as_text()
-    assert collectives(text) == ({"all-reduce": sums} if sums else {})
+    assert collectives(text) == want
 
 
 def test_whole_slots_are_refused_where_one_device_is_meant(no_shape_hook):
@@ -130,3 +142,14 @@ def test_whole_slots_are_refused_where_one_device_is_meant(no_shape_hook):
     x = np.zeros((7, 16), np.float32)
     with pytest.raises(lj.SpecError, match=r"8 devices.*all 48 columns of 'qkv'"):
         lj.lora_delta(x, case.state["qkv"], dense.routing(), layer=0)
+
+
+@pytest.mark.parametrize("name", ["qkv", "down"])
+def test_fully_sharded_slots_are_refused_where_no_collective_can_be(name, no_shape_hook):
+    case = Case({"tensor": 8}, AxisType.Auto, fully=True)
+    x, w, *_ = case.inputs(name)
+    with pytest.raises(lj.SpecError, match=f"collective.*'{name}' on 8 devices"):
+        lj.lora_linear(x, w, case.state[name], dense.routing(), layer=0)
+    route = case.ops.make_routing(case.row_weights, case.token_row)
+    with pytest.raises(ValueError, match=f"must be 'xla'.*'mosaic_tpu' for '{name}'"):
+        case.ops.lora_linear(x, w, case.state[name], route, layer=0, implementation="mosaic_tpu")

@@ -13,6 +13,7 @@ TARGETS = (
     lj.Target("qkv", 16, (16, 8, 8), ("q", "k", "v"), heads=(8, 4, 4)),
     lj.Target("gate_up", 16, (24, 24), ("gate", "up")),
     lj.Target("down", 32, 16, parallel="row"),
+    lj.Target("merged_down", 32, (16, 8), ("down_a", "down_b"), parallel="row"),
 )
 
 
@@ -40,11 +41,11 @@ def mesh(request):
     return mesh_of(axis_type, **axes)
 
 
-@pytest.mark.parametrize("stack", [False, True])
-def test_slots_are_written_in_shards(mesh, stack, compiles):
+@pytest.mark.parametrize(("stack", "fully"), [(False, False), (True, False), (True, True)])
+def test_slots_are_written_in_shards(mesh, stack, fully, compiles):
     """Each device holds the columns of its heads; nothing is compiled or moved after warm-up."""
     spec = make_spec(stack_layers=stack)
-    shardings = state_shardings(spec, mesh)
+    shardings = state_shardings(spec, mesh, fully_sharded=fully)
     state = lj.clear_slots(lj.init_state(spec, shardings), [0])
     state = lj.write_slots(state, [0], make_adapter(spec, 1, seed=0))
     adapter = make_adapter(spec, 2, seed=1, targets=("qkv", "down"))
@@ -66,12 +67,18 @@ def test_slots_are_written_in_shards(mesh, stack, compiles):
     assert part.slices == (16 // n, 2 * max(1, 4 // n), 2 * max(1, 4 // n))
     assert {s.data.shape[-1] for s in part.B.addressable_shards} == {sum(part.slices)}
     assert {s.data.shape[-1] for s in state["down"].parts[0].A.addressable_shards} == {32 // n}
+    m = n if fully else 1
+    assert {s.data.shape[-2] for s in part.A.addressable_shards} == {8 // m}
+    assert {s.data.shape[-1] for s in part.scale.addressable_shards} == {8 // m}
+    assert {s.data.shape[-1] for s in state["down"].parts[0].B.addressable_shards} == {16 // m}
 
 
+@pytest.mark.parametrize("fully", [False, True])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_row_of_b_that_is_not_finite_marks_its_scale_on_every_shard(axis_type):
+def test_a_row_of_b_that_is_not_finite_marks_its_scale_on_every_shard(axis_type, fully):
     spec = make_spec()
-    state = lj.init_state(spec, state_shardings(spec, mesh_of(axis_type, data=2, tensor=4)))
+    mesh = mesh_of(axis_type, data=2, tensor=4)
+    state = lj.init_state(spec, state_shardings(spec, mesh, fully_sharded=fully))
     adapter = make_adapter(spec, 1)
     adapter.arrays["qkv"].B[0, 1, 3, 31] = np.inf  # a column of the last shard alone
     got = slot_of(lj.write_slots(state, [1], adapter), "qkv", 1)
@@ -81,9 +88,10 @@ def test_a_row_of_b_that_is_not_finite_marks_its_scale_on_every_shard(axis_type)
     assert np.isfinite(got["B"]).all()
 
 
-def test_the_manager_writes_in_shards(mesh, compiles):
+@pytest.mark.parametrize("fully", [False, True])
+def test_the_manager_writes_in_shards(mesh, fully, compiles):
     spec = make_spec()
-    shardings = state_shardings(spec, mesh)
+    shardings = state_shardings(spec, mesh, fully_sharded=fully)
     adapters = {f"a{i}": make_adapter(spec, 1, seed=i) for i in range(5)}
     manager = lj.AdapterManager(spec, sources=adapters, shardings=shardings)
     with compiles.none():
@@ -102,7 +110,13 @@ def test_the_table(mesh):
     assert column.A.spec == P(None, None, None, None, None)
     assert column.B.spec == P(None, None, None, "tensor")
     assert row.A.spec == P(None, None, None, None, "tensor")
-    assert row.B.spec == P(None, None, None, None)
+    assert row.B.spec == column.scale.spec == row.scale.spec == P(None, None, None, None)
+    full = state_shardings(make_spec(), mesh, fully_sharded=True)
+    column, row = full["qkv"].parts[0], full["down"].parts[0]
+    assert column.A.spec == P(None, None, None, "tensor", None)
+    assert column.B.spec == row.B.spec == column.scale.spec == P(None, None, None, "tensor")
+    assert row.A.spec == P(None, None, None, None, "tensor")
+    assert row.scale.spec == P(None, None, None, None)
     assert all(isinstance(s, NamedSharding) for s in jax.tree.leaves(shardings))
 
 
@@ -138,3 +152,17 @@ def test_rules():
 def test_features_that_do_not_divide_are_refused(target, words):
     with pytest.raises(lj.SpecError, match=words):
         state_shardings(lj.LoraSpec((target,), 1, 1, 8), mesh_of(tensor=8))
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (lj.Target("up", 18, 24), "slot_rank.*6 devices; got 8 for 'up'; use slot_rank=24"),
+        (lj.Target("down", 18, 20, parallel="row"), r"6 shards.*got 20 columns.*\[20\]"),
+    ],
+)
+def test_fully_sharded_slots_that_do_not_divide_are_refused(target, words):
+    spec, mesh = lj.LoraSpec((target,), 1, 1, 8), mesh_of(tensor=6)
+    state_shardings(spec, mesh)
+    with pytest.raises(lj.SpecError, match=words):
+        state_shardings(spec, mesh, fully_sharded=True)
