@@ -1,6 +1,7 @@
 """Kernels: arrays in, arrays out, one shard. They know no spec, mesh, name or file."""
 
 from lorajax.kernels_pallas.add_lora import add_lora as add_lora
+from lorajax.kernels_pallas.checks import ImplementationError as ImplementationError
 from lorajax.kernels_pallas.lora_delta import lora_delta as lora_delta
 from lorajax.kernels_pallas.lora_embed import embedded as embedded
 from lorajax.kernels_pallas.lora_embed import lora_embed as lora_embed

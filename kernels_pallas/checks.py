@@ -101,6 +101,10 @@ class Implementation:
     default: bool = True
 
 
+class ImplementationError(ValueError):
+    """The implementation that was asked for is unknown, or cannot run the case."""
+
+
 def always(*_: object) -> None:
     """The `unsupported` of an implementation that can run everything."""
 
@@ -119,20 +123,20 @@ def choose(
         arrays: The op's arrays, for `unsupported`.
 
     Raises:
-        ValueError: The name is unknown, or that implementation cannot run this case.
+        ImplementationError: The name is unknown, or it cannot run this case.
     """
     if implementation is None:
         here = (None, jax.default_backend())
         own = (i for i in table.values() if i.default and i.platform in here)
         return next(i for i in own if not i.unsupported(*arrays)).run
     if implementation not in table:
-        raise ValueError(
+        raise ImplementationError(
             f"implementation must be one of {list(table)}; got {implementation!r}; "
             "leave it out for the default"
         )
     reason = table[implementation].unsupported(*arrays)
     if reason is not None:
-        raise ValueError(
+        raise ImplementationError(
             f"implementation={implementation!r} must be able to run the case: {reason}; "
             "change that, or leave the name out for the default"
         )

@@ -8,6 +8,7 @@ from lorajax.apply import lora_delta as lora_delta
 from lorajax.apply import lora_embed as lora_embed
 from lorajax.apply import lora_linear as lora_linear
 from lorajax.errors import AdapterError as AdapterError
+from lorajax.errors import ImplementationError as ImplementationError
 from lorajax.errors import LoraError as LoraError
 from lorajax.errors import ModelError as ModelError
 from lorajax.errors import PoolFullError as PoolFullError

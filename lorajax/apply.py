@@ -33,7 +33,7 @@ def lora_delta(
         `f32[T, d_out]`; exact zeros in the rows of base tokens.
 
     Raises:
-        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+        ValueError: Shapes do not fit, or (`ImplementationError`) `implementation` cannot run this.
     """
     weights, index = _at(slots, layer)
     return kernels.lora_delta(x, weights, routing, layer=index, implementation=implementation)
@@ -62,7 +62,7 @@ def add_lora(
         `[T, d_out]` in y's dtype; rows of base tokens are bit-equal to y.
 
     Raises:
-        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+        ValueError: Shapes do not fit, or (`ImplementationError`) `implementation` cannot run this.
     """
     weights, index = _at(slots, layer)
     return kernels.add_lora(y, x, weights, routing, layer=index, implementation=implementation)
@@ -91,7 +91,7 @@ def lora_linear(
         `[T, d_out]` in the dtype of `x @ w`. With `xla`, rows of base tokens are bit-equal to it.
 
     Raises:
-        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+        ValueError: Shapes do not fit, or (`ImplementationError`) `implementation` cannot run this.
     """
     weights, index = _at(slots, layer)
     return kernels.lora_linear(
@@ -125,7 +125,7 @@ def lora_embed(
         `[T, D]` in `embed`'s dtype. Rows of base tokens are bit-equal to the base's.
 
     Raises:
-        ValueError: Shapes do not fit, or `implementation` is unknown.
+        ValueError: Shapes do not fit, or (`ImplementationError`) `implementation` is unknown.
     """
     weights, _ = slots.at(0)
     rows = kernels.lora_embed(ids - first, embed, weights, routing, implementation=implementation)

@@ -1,5 +1,7 @@
 """Error types: every refusal is one of these, and reads "rule; got; do"."""
 
+from lorajax.kernels_pallas import ImplementationError as ImplementationError
+
 
 class LoraError(ValueError):
     """Base class of every error that lorajax raises on bad input."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from lorajax import apply
-from lorajax.kernels_pallas import Routing
+from lorajax.kernels_pallas import ImplementationError, Routing
 from lorajax.kernels_pallas.add_lora.xla import add_delta
 from lorajax.kernels_pallas.checks import check_delta, take_layer
 from lorajax.kernels_pallas.lora_delta.xla import at_layer, expand, shrink
@@ -45,7 +45,7 @@ def lora_delta(
         implementation: Name of a kernel, or None for the best one here.
 
     Raises:
-        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+        ValueError: Shapes do not fit, or (`ImplementationError`) `implementation` cannot run this.
     """
     if not slots.fully_sharded:
         return apply.lora_delta(x, slots, routing, layer=layer, implementation=implementation)
@@ -95,7 +95,7 @@ def lora_linear(
 
 def _check_implementation(implementation: str | None, slots: TargetSlots) -> None:
     if implementation not in (None, "xla"):
-        raise ValueError(
+        raise ImplementationError(
             "the implementation of fully sharded slots must be 'xla', since a kernel cannot hold "
             f"the collective between their two products; got {implementation!r} for "
             f"{slots.name!r}; leave the name out, or use fully_sharded=False"

@@ -44,7 +44,7 @@ def add_lora(
         `[T, d_out]` in y's dtype. Rows of base tokens are bit-equal to y.
 
     Raises:
-        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+        ValueError: Shapes do not fit, or (`ImplementationError`) `implementation` cannot run this.
     """
     check_delta(x, weights, routing)
     check_layer(layer, weights.A.shape[0])

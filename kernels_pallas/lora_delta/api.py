@@ -44,7 +44,7 @@ def lora_delta(
         `f32[T, d_out]`; exact zeros in the rows of base tokens.
 
     Raises:
-        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+        ValueError: Shapes do not fit, or (`ImplementationError`) `implementation` cannot run this.
     """
     check_delta(x, weights, routing)
     check_layer(layer, weights.A.shape[0])

@@ -32,7 +32,7 @@ def lora_embed(
         `[T, D]` in `embed`'s dtype. Rows of base tokens are bit-equal to the base's.
 
     Raises:
-        ValueError: Shapes do not fit, or `implementation` is unknown.
+        ValueError: Shapes do not fit, or (`ImplementationError`) `implementation` is unknown.
     """
     check_embed(ids, embed, weights, routing)
     kernel = choose(IMPLEMENTATIONS, implementation, ids, embed, weights, routing)

@@ -49,7 +49,7 @@ def lora_linear(
         `[T, d_out]` in the dtype of `x @ w`. With `xla`, rows of base tokens are bit-equal to it.
 
     Raises:
-        ValueError: Shapes do not fit, or `implementation` cannot run this case.
+        ValueError: Shapes do not fit, or (`ImplementationError`) `implementation` cannot run this.
     """
     check_delta(x, weights, routing)
     check_base(w, weights)

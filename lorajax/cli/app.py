@@ -17,7 +17,7 @@ from lorajax.cli.generate import DEFAULT_SLOTS, GenerateOptions
 from lorajax.cli.generate import generate as run_generate
 from lorajax.cli.inspect_adapter import inspect_adapter
 from lorajax.cli.processes import Processes, leave
-from lorajax.errors import LoraError
+from lorajax.errors import ImplementationError, LoraError
 
 app = typer.Typer(
     name="lorajax",
@@ -61,6 +61,15 @@ FullySharded = Annotated[
         "--fully-sharded",
         help="Keep no whole A or B on any device of the tensor axis: less memory for slots, and a "
         "small collective in every adapted product.",
+    ),
+]
+ImplementationName = Annotated[
+    str | None,
+    typer.Option(
+        "--implementation",
+        metavar="xla|mosaic_gpu|mosaic_tpu",
+        help="How to compute products with adapters; by default the best for the platform that was "
+        "shown to be right and fastest. On Hopper GPUs mosaic_gpu must be asked for.",
     ),
 ]
 Coordinator = Annotated[
@@ -146,6 +155,7 @@ def generate(
     ] = False,
     mesh: Mesh = None,
     fully_sharded: FullySharded = False,
+    implementation: ImplementationName = None,
     coordinator: Coordinator = None,
     num_processes: NumProcesses = None,
     process_id: ProcessId = None,
@@ -171,6 +181,7 @@ def generate(
             logprobs=logprobs,
             mesh=options.mesh_axes(mesh),
             fully_sharded=fully_sharded,
+            implementation=implementation,
             processes=Processes(coordinator, num_processes, process_id) if several else None,
         )
         return run_generate(opts, Console(stderr=True))
@@ -197,7 +208,7 @@ def _exit_with(body: Callable[[], int]) -> None:
     """Ends with the status that a command returns; an error is one line and status 2."""
     try:
         status = body()
-    except (LoraError, OSError) as error:
+    except (LoraError, ImplementationError, OSError) as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import time
 import warnings
@@ -37,7 +38,7 @@ _LENGTH_STEP = 64
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Arguments of `lorajax generate`; `slots` and `dtype` None mean: choose.
+    """Arguments of `lorajax generate`; `slots`, `dtype` and `implementation` None mean: choose.
 
     `mesh` None is one device; `fully_sharded` cuts slots over it fully. With `processes` other
     processes run the same command.
@@ -55,6 +56,7 @@ class GenerateOptions:
     logprobs: bool
     mesh: Mapping[str, int] | None = None
     fully_sharded: bool = False
+    implementation: str | None = None
     processes: Processes | None = None
 
 
@@ -70,6 +72,7 @@ def generate(opts: GenerateOptions, console: Console) -> int:
 
     Raises:
         LoraError: Model, adapters or arguments are unusable; the output was not touched.
+        ImplementationError: The implementation cannot run this; nor was it then.
         OSError: Input or output cannot be read or written.
     """
     _check_paths(opts)
@@ -81,9 +84,10 @@ def generate(opts: GenerateOptions, console: Console) -> int:
     spec, adapters = _load_adapters(opts, dtype, lines, console)
     eos_ids = eos_token_ids(opts.model)
     agree(_alike(opts, spec, adapters, eos_ids))
-    steps = Steps(
-        models.load_model(opts.model, dtype=dtype, partition=partition), partition=partition
+    model = models.load_model(
+        opts.model, dtype=dtype, partition=partition, implementation=opts.implementation
     )
+    steps = Steps(model, partition=partition)
     shardings = None
     if partition is not None:
         shardings = state_shardings(spec, partition.mesh, fully_sharded=opts.fully_sharded)
@@ -99,12 +103,17 @@ def generate(opts: GenerateOptions, console: Console) -> int:
         eos_ids=eos_ids,
     )
     start = time.perf_counter()
+    results = _started(_with_progress(engine.serve(requests), len(requests), console))
     with opts.output.open("w", encoding="utf-8") if first else io.StringIO() as out:
-        results = _with_progress(engine.serve(requests), len(requests), console)
         failed = _write_in_order(lines, results, out, logprobs=opts.logprobs)
     if first:
         _summary(console, engine, spec, len(lines), failed, time.perf_counter() - start)
     return 1 if failed else 0
+
+
+def _started(results: Iterator[Result]) -> Iterator[Result]:
+    """The same results, after the first of them: what cannot run fails before that."""
+    return itertools.chain(list(itertools.islice(results, 1)), results)
 
 
 def _alike(
@@ -117,6 +126,7 @@ def _alike(
         *(f"{name} {digest[:16]}" for name, digest in hashes.items()),
         f"{spec.num_slots} slots of rank {spec.slot_rank}, {spec.dtype}"
         + ", fully sharded" * opts.fully_sharded,
+        f"implementation {opts.implementation}",
         f"batch size {opts.batch_size}, max tokens {opts.max_tokens}",
         f"end of sequence {sorted(eos_ids)}",
         *(f"adapter {name!r} {adapter.digest[:16]}" for name, adapter in sorted(adapters.items())),

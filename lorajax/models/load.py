@@ -21,7 +21,11 @@ _FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16
 
 
 def load_model(
-    path: str | Path, *, dtype: DTypeLike | None = None, partition: Partition | None = None
+    path: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    partition: Partition | None = None,
+    implementation: str | None = None,
 ) -> Decoder:
     """Loads a Hugging Face model folder.
 
@@ -29,6 +33,7 @@ def load_model(
         path: Folder with `config.json` and `model.safetensors`, or its shards and their index.
         dtype: Element type of the parameters; by default the one the config names.
         partition: A mesh to place it on, or None for the default device.
+        implementation: See `Decoder`.
 
     Raises:
         ModelError: A file is missing or broken, the config asks for maths that is not implemented,
@@ -41,7 +46,13 @@ def load_model(
             "download the model and pass its folder"
         )
     config = ModelConfig.from_hf(folder)
-    return from_tensors(config, Checkpoint(folder), dtype=dtype, partition=partition)
+    return from_tensors(
+        config,
+        Checkpoint(folder),
+        dtype=dtype,
+        partition=partition,
+        implementation=implementation,
+    )
 
 
 def from_tensors(
@@ -50,6 +61,7 @@ def from_tensors(
     *,
     dtype: DTypeLike | None = None,
     partition: Partition | None = None,
+    implementation: str | None = None,
 ) -> Decoder:
     """Builds a decoder from tensors under their Hugging Face names.
 
@@ -59,6 +71,7 @@ def from_tensors(
             for once, so the mapping may read lazily.
         dtype: Element type of the parameters; by default `config.dtype`.
         partition: A mesh to place the parameters on, or None for the default device.
+        implementation: See `Decoder`.
 
     Raises:
         ModelError: A tensor is missing, unknown, or of another shape or type than implied.
@@ -73,11 +86,13 @@ def from_tensors(
     _check_names(leaves(config), tensors)
     if config.tied and "lm_head.weight" in tensors:
         _check_tied(tensors)
-    if partition is None:
-        return Decoder(config, lambda leaf: jnp.asarray(_read(leaf, tensors, wanted)))
-    return Decoder(
-        config, lambda leaf: place(leaf, _read(leaf, tensors, wanted), partition), partition.shard
-    )
+
+    def make(leaf: Leaf) -> jax.Array:
+        array = _read(leaf, tensors, wanted)
+        return jnp.asarray(array) if partition is None else place(leaf, array, partition)
+
+    shard = None if partition is None else partition.shard
+    return Decoder(config, make, shard, implementation=implementation)
 
 
 def leaves(config: ModelConfig) -> tuple[Leaf, ...]:

@@ -140,6 +140,13 @@ def test_a_terminal_sees_progress_and_bfloat16_is_served(files, tmp_path):
     assert [len(r["token_ids"]) for r in read_lines(tmp_path / "out.jsonl")] == [2]
 
 
+def test_an_implementation_can_be_asked_for(files, tmp_path):
+    write_lines(tmp_path / "in.jsonl", GOOD[1:2])
+    result = CliRunner().invoke(app, arguments(files, tmp_path, "--implementation", "xla"))
+    assert result.exit_code == 0, result.output
+    check(GOOD[1], *read_lines(tmp_path / "out.jsonl"), logprobs=False)
+
+
 def test_an_empty_file_is_served(files, tmp_path):
     (tmp_path / "in.jsonl").write_text("\n")
     result = CliRunner().invoke(app, arguments(files, tmp_path))
@@ -172,6 +179,8 @@ def refused(args, tmp_path, message):
         (["--input", "/nowhere.jsonl"], r"input must be a file.*/nowhere.jsonl"),
         (["--input", "."], r"input must be a file"),
         (["--output", "."], r"output must be a file; got the folder"),
+        (["--implementation", "fast"], r"implementation must be one of .* got 'fast'"),
+        (["--implementation", "mosaic_gpu"], r"it needs an NVIDIA GPU .*; got cpu; .*the default"),
         (["--output", "/nowhere/out.jsonl"], r"folder of an output must be there"),
         (["--model", "/nowhere"], r"model must be a folder; got nothing at /nowhere"),
     ],
