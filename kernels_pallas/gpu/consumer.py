@@ -61,6 +61,7 @@ def multiply(plan, r, acc, wg, kind, stage, steps):
             left = r.ring[1].at[slot, mine]
         else:
             left = transpose(r.ring[0].at[slot, :, mine])
+        sync.fence_registers()
         plgpu.wgmma(acc, left, transpose(r.tokens.at[slot]))
         plgpu.wgmma_wait(1)
 

@@ -1,8 +1,9 @@
-"""Counters in global memory that the blocks of one launch use to wait for each other.
+"""How a launch keeps its order: counters that blocks wait for each other with, and a fence.
 
-Mosaic GPU's own semaphores are zeroed by a memset before each launch. These live in an operand that
-every launch leaves as it found it, all zeros: XLA takes the operand for a constant. A counter with
-one waiter is reset by its wait; the others by the last warpgroup to `leave`.
+The counters are in global memory. Mosaic GPU's own semaphores are zeroed by a memset before each
+launch; these live in an operand that every launch leaves as it found it, all zeros: XLA takes the
+operand for a constant. A counter with one waiter is reset by its wait; the others by the last
+warpgroup to `leave`.
 
 Every block must be resident, or a wait never ends: the grid is never larger than the GPU, and two
 launches must not run at the same time on one GPU. XLA runs the products of a model one after the
@@ -120,3 +121,17 @@ def leave(counters: Ref, everyone: int, shared: int) -> None:
         _emit(ptx, [mgpu.utils.memref_ptr(ref), last, _leader(), size], "l,r,b,l")
 
     ticket(counters)  # pyright: ignore[reportCallIssue]
+
+
+def fence_registers() -> None:
+    """Orders the accumulator before the next multiplication.
+
+    In a loop the compiler would put this fence itself, on what it takes for a divergent path, and
+    then waits for every single wgmma (ptxas C7520).
+    """
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        _emit("wgmma.fence.sync.aligned;", [], "")
+
+    fence()
