@@ -114,3 +114,13 @@ def test_nan_stays_with_its_adapter_and_its_row():
     hurt[bad_row] = True
     assert np.isnan(y[hurt].astype(np.float32)).all(axis=1).all()
     assert (y[~hurt] == clean[~hurt]).all()
+
+
+def test_multiplications_do_not_wait_for_each_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    x, w, weights, rows = make((40, 8, 16, 1024, (1024,), 3), seed=4)  # compiled by no other test
+    run(lora_linear, x, w, weights=weights, rows=rows)
+    notes = "".join(path.read_text() for path in tmp_path.glob("*.ptxas"))
+    assert "registers" in notes
+    assert "serialized" not in notes
