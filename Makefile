@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: demo test lint format types package notebook oracle tpu bench clean
+.PHONY: demo test meshes lint format types package notebook oracle tpu bench clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,7 +26,10 @@ demo: $(STAMP)
 	$(BIN)/lorajax demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q -m "not oracle"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q -m "not oracle and not meshes"
+
+meshes: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -q -m meshes
 
 oracle: $(VENV)/.oracle
 	$(BIN)/python -m pytest -q -m oracle

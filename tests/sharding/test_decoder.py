@@ -23,25 +23,28 @@ N, Q, C, SLOTS = 8, 8, 16, 4
 #: Family, KV heads, mesh, and whether slots are fully sharded. All families either way, all sizes
 #: of the tensor axis alone and with other axes, 1, 2 and 4 KV heads with more shards.
 CASES = [
-    ("llama2", 4, {"tensor": 1}, AxisType.Auto, False),
     ("llama2", 4, {"tensor": 8}, AxisType.Auto, False),
+    ("llama3", 1, {"tensor": 2}, AxisType.Auto, True),
+    ("llama_bias", 2, {"tensor": 8}, AxisType.Explicit, False),
+    ("qwen2", 2, {"tensor": 4}, AxisType.Auto, True),
+    ("qwen2_window", 2, {"data": 2, "tensor": 4}, AxisType.Auto, False),
+    ("qwen3", 1, {"fsdp": 2, "tensor": 4}, AxisType.Auto, False),
+    ("mistral_window", 4, {"data": 2, "fsdp": 2, "tensor": 2}, AxisType.Explicit, True),
+    ("mistral", 8, {"data": 8, "tensor": 1}, AxisType.Auto, False),
+]
+#: The rest of them takes minutes: `make meshes`.
+MORE_CASES = [
+    ("llama2", 4, {"tensor": 1}, AxisType.Auto, False),
     ("llama2", 4, {"tensor": 8}, AxisType.Auto, True),
     ("llama3", 1, {"tensor": 2}, AxisType.Auto, False),
     ("llama3", 1, {"tensor": 8}, AxisType.Auto, False),
-    ("llama3", 1, {"tensor": 2}, AxisType.Auto, True),
     ("llama_bias", 2, {"fsdp": 4, "tensor": 2}, AxisType.Auto, False),
-    ("llama_bias", 2, {"tensor": 8}, AxisType.Explicit, False),
     ("llama_bias", 2, {"tensor": 8}, AxisType.Explicit, True),
     ("qwen2", 2, {"tensor": 4}, AxisType.Auto, False),
-    ("qwen2", 2, {"tensor": 4}, AxisType.Auto, True),
-    ("qwen2_window", 2, {"data": 2, "tensor": 4}, AxisType.Auto, False),
     ("qwen2_window", 2, {"data": 2, "tensor": 4}, AxisType.Auto, True),
     ("qwen3", 1, {"data": 4, "tensor": 2}, AxisType.Auto, False),
-    ("qwen3", 1, {"fsdp": 2, "tensor": 4}, AxisType.Auto, False),
     ("qwen3", 1, {"fsdp": 2, "tensor": 4}, AxisType.Auto, True),
     ("mistral_window", 4, {"data": 2, "fsdp": 2, "tensor": 2}, AxisType.Explicit, False),
-    ("mistral_window", 4, {"data": 2, "fsdp": 2, "tensor": 2}, AxisType.Explicit, True),
-    ("mistral", 8, {"data": 8, "tensor": 1}, AxisType.Auto, False),
     ("mistral", 8, {"data": 2, "tensor": 4}, AxisType.Explicit, True),
 ]
 #: Rows of the batch: base rows among adapters and mixes.
@@ -131,17 +134,18 @@ def on_one_device(family, kv_heads):
     return life(Served(family, kv_heads), contextlib.nullcontext)
 
 
-def case(family, kv_heads, axes, axis_type, fully):
+def case(family, kv_heads, axes, axis_type, fully, *marks):
     """A family's cases go to one test worker, which runs its one device once."""
     mesh = "-".join(f"{axis}{size}" for axis, size in axes.items())
     name = f"{family}-{kv_heads}-{mesh}-{axis_type.name}" + "-fully" * fully
-    marks = pytest.mark.xdist_group(f"decoder-{family}")
+    marks = (pytest.mark.xdist_group(f"decoder-{family}"), *marks)
     return pytest.param(family, kv_heads, axes, axis_type, fully, id=name, marks=marks)
 
 
 @pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(
-    ("family", "kv_heads", "axes", "axis_type", "fully"), [case(*c) for c in CASES]
+    ("family", "kv_heads", "axes", "axis_type", "fully"),
+    [*(case(*c) for c in CASES), *(case(*c, pytest.mark.meshes) for c in MORE_CASES)],
 )
 def test_a_mesh_gives_what_one_device_gives(family, kv_heads, axes, axis_type, fully, compiles):
     partition = Partition.of(mesh_of(axis_type, **axes))

@@ -20,11 +20,16 @@ from tests.sharding.test_ops import ADAPTED, TOKEN_ROW
 
 #: Family, whether its head is the embedding, vocabulary, mesh. 96 divides over all, 99 over none.
 CASES = [
-    ("llama2", 96, {"tensor": 8}, AxisType.Auto),
-    ("llama3", 96, {"data": 2, "tensor": 4}, AxisType.Explicit),
     ("qwen2", 96, {"fsdp": 2, "tensor": 4}, AxisType.Auto),
-    ("mistral", 99, {"fsdp": 2, "data": 2, "tensor": 2}, AxisType.Explicit),
     ("llama3", 99, {"tensor": 8}, AxisType.Auto),
+    *(
+        pytest.param(*case, marks=pytest.mark.meshes)
+        for case in (
+            ("llama2", 96, {"tensor": 8}, AxisType.Auto),
+            ("llama3", 96, {"data": 2, "tensor": 4}, AxisType.Explicit),
+            ("mistral", 99, {"fsdp": 2, "data": 2, "tensor": 2}, AxisType.Explicit),
+        )
+    ),
 ]
 TARGETS = ("embed_tokens", "lm_head")
 
