@@ -134,4 +134,4 @@ def fence_registers() -> None:
     def fence(_):
         _emit("wgmma.fence.sync.aligned;", [], "")
 
-    fence()
+    fence()  # pyright: ignore[reportCallIssue]
