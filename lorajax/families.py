@@ -126,18 +126,13 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
     )
     linear = [f"{name.split('.')[0]}.{m}" for name, *_, ms in groups for m in ms]
     keep = _chosen([*linear, EMBEDDING, HEAD], names)
-    built: list[Target] = []
-    for name, d_in, parallel, widths in groups:
-        block = name.split(".")[0]
-        parts = {f"{block}.{m}": width for m, width in widths.items()}
-        counts = {f"{block}.{m}": (head_counts[m],) if m in head_counts else () for m in widths}
-        if merged and keep & set(parts):
-            whole = tuple(n for count in counts.values() for n in count)
-            built.append(Target(name, d_in, tuple(parts.values()), tuple(parts), parallel, whole))
-        if not merged:
-            built += [
-                Target(m, d_in, n, (m,), parallel, counts[m]) for m, n in parts.items() if m in keep
-            ]
+    built = [
+        target
+        for name, d_in, parallel, widths in groups
+        for target in _layered(
+            name, d_in, parallel, widths=widths, head_counts=head_counts, keep=keep, merged=merged
+        )
+    ]
     if outside:
         V = int(cfg["vocab_size"])
         embedding = Target(EMBEDDING, V, hidden, parallel="embedding")
@@ -151,6 +146,30 @@ def read(config: object, *, targets: tuple[str, ...] | None, merged: bool) -> Fa
         fused=tuple((name, parts) for name, parts in _FUSED if set(parts) <= modules),
         vocab_size=cfg.get("vocab_size"),
     )
+
+
+def _layered(
+    name: str,
+    d_in: int,
+    parallel: Literal["column", "row"],
+    *,
+    widths: dict[str, int],
+    head_counts: dict[str, int],
+    keep: set[str],
+    merged: bool,
+) -> list[Target]:
+    """The targets of products of a layer that share their input."""
+    block = name.split(".")[0]
+    parts = {f"{block}.{m}": width for m, width in widths.items()}
+    counts = {f"{block}.{m}": (head_counts[m],) if m in head_counts else () for m in widths}
+    if not merged:
+        return [
+            Target(m, d_in, n, (m,), parallel, counts[m]) for m, n in parts.items() if m in keep
+        ]
+    if not keep & set(parts):
+        return []
+    whole = tuple(n for count in counts.values() for n in count)
+    return [Target(name, d_in, tuple(parts.values()), tuple(parts), parallel, whole)]
 
 
 def _chosen(modules: list[str], targets: tuple[str, ...]) -> set[str]:
