@@ -25,10 +25,10 @@ def body(plan: Plan, r: Refs) -> None:
 
     @pl.when(wg == PRODUCER)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(plan.registers[0], action="decrease")
         produce(plan, r, sm)
 
     @pl.when(wg < PRODUCER)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(plan.registers[1], action="increase")
         consume(plan, r, sm, wg)

@@ -121,7 +121,7 @@ def launch(
         jax.ShapeDtypeStruct((sms, *half), jnp.float32),
     ]
     run = plgpu.kernel(
-        _body(plan, "lora_delta_gpu" if w is None else "lora_linear_gpu"),
+        _body(plan, f"lora_{'delta' if w is None else 'linear'}_gpu_{plan.d_in}x{d_out}"),
         out_type=outputs,
         scratch_types=_scratch(plan, out_dtype, x.dtype),
         grid=(sms,),

@@ -113,6 +113,11 @@ class Plan:
         return tuple((t, min(EPILOGUE, self.columns - t)) for t in full)
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread of the producer, and of a consumer, that has the accumulator."""
+        return (56, 224) if self.columns <= 128 else (40, 232)
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of one pipeline stage: a tile of weights and one of tokens."""
         return (TILE + self.columns) * self.depth * 2

@@ -22,6 +22,9 @@ from lorajax.kernels_pallas.gpu.refs import (
 from lorajax.kernels_pallas.gpu.schedule import Scalar
 
 
+START = 2  #: Stages that an SM asks for before it has got the first.
+
+
 def produce(plan: Plan, r: Refs, sm: Scalar) -> None:
     """Copies every operand of this SM, in the order in which the consumers take them."""
     layer, base_layer = r.layer[0], r.base_layer[0]
@@ -34,11 +37,11 @@ def produce(plan: Plan, r: Refs, sm: Scalar) -> None:
     def shrink(i, state):
         return feed_shrink(plan, r, layer, place + i * plan.device.sms, count, *state)
 
-    def tile(i, state):
-        return feed_tile(plan, r, layer, base_layer, sm, count, i, *state)
+    def tile(i, stage):
+        return feed_tile(plan, r, layer, base_layer, sm, count, i, stage)
 
     stage, _ = lax.fori_loop(0, mine, shrink, (jnp.int32(0), jnp.int32(0)))
-    lax.fori_loop(0, schedule.pieces(plan, sm), tile, (stage, jnp.int32(0)))
+    lax.fori_loop(0, schedule.pieces(plan, sm), tile, stage)
     leave(plan, r)
 
 
@@ -84,47 +87,55 @@ def feed_shrink(plan, r, layer, job, count, stage, scaled):
     return lax.fori_loop(low, high, step, stage), scaled + used.astype(jnp.int32)
 
 
-def feed_tile(plan, r, layer, base_layer, sm, count, index, stage, ready):
+def feed_tile(plan, r, layer, base_layer, sm, count, index, stage):
     """Copies this SM's piece of one output tile, for part 0 the operands of the expand too."""
     tile, part, low, high = schedule.piece(plan, sm, index)
     block, column = schedule.place(plan, tile)
 
     def base(k, stage):
         slot = claim(plan, r, stage)
+        # The copies of A are on the way to memory now, and would queue behind a whole ring of w.
+        pl.when((k == low + START) & (index == 0) & (stage == START))(
+            lambda: plgpu.barrier_wait(r.full[BASE].at[0])
+        )
         copy_tokens(plan, r.x, block * plan.block, k, r, slot, BASE)
         rows = pl.ds(base_layer * plan.d_in + k * plan.depth, plan.depth)
         source = r.w.at[rows, pl.ds(column * TILE, TILE)]
         plgpu.copy_gmem_to_smem(source, r.ring[0].at[slot], r.full[BASE].at[slot])
         return stage + 1
 
-    def expand(e, stage):
+    def rows_of(e):
+        found = rank_rows(plan, r, block, e * plan.depth, plan.depth // plan.piece)
+        return [(layer * plan.slots + slot) * plan.rank + row for slot, row in found]
+
+    def expand(e, state):
+        stage, rows = state
         slot = claim(plan, r, stage)
-        row = (block * plan.num_slices + g) * plan.columns
-        copy_tokens(plan, r.h, row, e, r, slot, EXPAND)
-        pieces = rank_rows(plan, r, block, e * plan.depth, plan.depth // plan.piece)
-        for j, (index, first) in enumerate(pieces):
-            row = (layer * plan.slots + index) * plan.rank + first
+        for j, row in enumerate(rows):
             source = r.B.at[pl.ds(row, plan.piece), pl.ds(column * TILE, TILE)]
             to = r.ring[0].at[slot, pl.ds(j * plan.piece, plan.piece)]
             plgpu.copy_gmem_to_smem(source, to, r.full[EXPAND].at[slot])
-        return stage + 1
 
-    if plan.has_base:
-        stage = lax.fori_loop(low, high, base, stage)
+        @pl.when(e == 0)  # B does not depend on h: its copies are under way by now
+        def _():
+            sync.wait_for_copies(done, CONSUMERS * count * need, seen)
+
+        row = (block * plan.num_slices + g) * plan.columns
+        copy_tokens(plan, r.h, row, e, r, slot, EXPAND)
+        return stage + 1, rows_of(e + 1)
+
     g = schedule.slice_of(plan, column)
     extra = expand_steps(plan, r, block, part)
     need = schedule.packs_of(plan, r.count[block], TILE)
-    bit = jnp.left_shift(jnp.int32(1), g)
-    wanted = extra > 0
-    if plan.blocks == 1:  # h of this slice stays done; with several blocks each tile looks again
-        wanted = wanted & (jnp.bitwise_and(ready, bit) == 0)
-
-    @pl.when(wanted)
-    def _():
-        sync.wait(h_done(plan, r, block, g), CONSUMERS * count * need, reset=False)
-
-    ready = jnp.where(extra > 0, jnp.bitwise_or(ready, bit), ready)
-    return lax.fori_loop(0, extra, expand, stage), ready
+    rows = rows_of(0)  # while memory is idle: a load takes long behind the copies of a full ring
+    done, seen = h_done(plan, r, block, g), jnp.int32(0)
+    if plan.has_base:
+        middle = jnp.maximum(high - plan.stages, low)
+        stage = lax.fori_loop(low, middle, base, stage)
+        seen = sync.look(done)
+        stage = lax.fori_loop(middle, high, base, stage)
+    stage, _ = lax.fori_loop(0, extra, expand, (stage, rows))
+    return stage
 
 
 def copy_tokens(plan, source, row, k, r, slot, kind):

@@ -85,6 +85,61 @@ def wait(counter: Ref, value: Scalar, *, reset: bool) -> None:
     spin(counter, jnp.asarray(value, jnp.int32))  # pyright: ignore[reportCallIssue]
 
 
+def look(counter: Ref) -> Scalar:
+    """The counter's value as each thread sees it, which may differ between threads.
+
+    The load is under way when this returns; what uses the value first waits for it.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR),
+    )
+    def load(_, ref):
+        i32 = ir.IntegerType.get_signless(32)
+        address = mgpu.utils.memref_ptr(ref)
+        ptx = "ld.acquire.gpu.global.s32 $0, [$1];"
+        seen = llvm.inline_asm(i32, [address], ptx, "=r,l", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(seen, (), is_signed=True)
+
+    return load(counter)  # pyright: ignore[reportCallIssue]
+
+
+def wait_for_copies(counter: Ref, value: Scalar, seen: Scalar) -> None:
+    """Holds back this warpgroup's next copies until the counter is at least `value`.
+
+    Only the thread that starts the copies waits. `seen` is an earlier `look`: if it is enough,
+    the counter is not read again.
+    """
+    ptx = """{
+        .reg .pred ready, over;
+        .reg .s32 now;
+        .reg .u32 tries;
+        @!$3 bra DONE;
+        mov.u32 tries, 0;
+        mov.s32 now, $2;
+        AGAIN:
+        setp.ge.s32 ready, now, $1;
+        @ready bra READY;
+        ld.acquire.gpu.global.s32 now, [$0];
+        add.u32 tries, tries, 1;
+        setp.lt.u32 over, tries, LIMIT;
+        @over bra AGAIN;
+        trap;
+        READY:
+        fence.proxy.async.global;
+        DONE:
+    }"""
+    ptx = ptx.replace("LIMIT", str(MOST_TRIES))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
+    def spin(_, ref, value, seen):
+        scalars = [a.registers.flat[0] for a in (value, seen)]
+        _emit(ptx, [mgpu.utils.memref_ptr(ref), *scalars, _leader()], "l,r,r,b")
+
+    spin(counter, *(jnp.asarray(a, jnp.int32) for a in (value, seen)))  # pyright: ignore[reportCallIssue]
+
+
 def leave(counters: Ref, everyone: int, shared: int) -> None:
     """Says that this warpgroup waits for nothing more; the last one zeroes the shared counters.
 
