@@ -8,11 +8,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lorajax.kernels_pallas.gpu import schedule, sync
+from lorajax.kernels_pallas.gpu import cluster, schedule, sync
 from lorajax.kernels_pallas.gpu.compat import load, store
-from lorajax.kernels_pallas.gpu.plan import HALF, TILE, Plan
+from lorajax.kernels_pallas.gpu.plan import GROUP, HALF, TILE, Plan, epilogues
 from lorajax.kernels_pallas.gpu.refs import (
     BASE,
+    CONSUMERS,
     EXPAND,
     SHRINK,
     WGMMA,
@@ -23,7 +24,6 @@ from lorajax.kernels_pallas.gpu.refs import (
     leave,
     rank_rows,
     scale_stride,
-    y_inbox,
 )
 from lorajax.kernels_pallas.gpu.schedule import Scalar
 
@@ -35,11 +35,10 @@ def consume(plan: Plan, r: Refs, sm: Scalar, wg: Scalar) -> None:
     packs = schedule.packs_of(plan, r.count[0], TILE)
     count = schedule.parts(plan, packs)
     jobs = schedule.shrink_jobs(plan, packs, count)
-    place = schedule.shrink_sm(plan, sm)
-    mine = schedule.jobs_of(plan, place, jobs)
+    mine = schedule.jobs_of(plan, sm, jobs)
 
     def shrink(i, stage):
-        return run_shrink(plan, r, wg, place + i * plan.device.sms, count, stage)
+        return run_shrink(plan, r, wg, sm + i * plan.sms, count, stage)
 
     def tile(i, stage):
         return run_tile(plan, r, sm, wg, i, stage)
@@ -62,7 +61,7 @@ def multiply(plan, r, acc, wg, kind, stage, steps):
         else:
             left = transpose(r.ring[0].at[slot, :, mine])
         sync.fence_registers()
-        plgpu.wgmma(acc, left, transpose(r.tokens.at[slot]))
+        plgpu.wgmma(acc, left, transpose(r.tokens[0].at[slot]))
         plgpu.wgmma_wait(1)
 
         @pl.when(i > 0)
@@ -101,7 +100,7 @@ def run_shrink(plan, r, wg, job, count, stage):
         @pl.when(used & (count == 1))
         def _():
             scale = row_scale(plan, r, wg)
-            for t, width in plan.epilogues:
+            for t, width in epilogues(plan.columns):
                 finish(scale, total[:, t : t + width], t, width)
 
         if plan.parts is None:
@@ -164,7 +163,7 @@ def write_h(plan, r, wg, block, slots, target, column, scale, value, t, width):
         weight = jnp.where(rows >= j * plan.piece, weights(j), weight)
     spread = lax.broadcast_in_dim(scale, (HALF, width), (0,))
     value = jnp.where(weight != 0.0, value * (spread * weight), 0.0)
-    put(r.h_out.at[wg], value.astype(r.h.dtype), r.h, target + t, column, width)
+    put(r.out[1].at[wg], value.astype(r.h.dtype), r.h, target + t, column, width)
 
 
 def row_scale(plan, r, wg):
@@ -198,48 +197,52 @@ def run_tile(plan, r, sm, wg, index, stage):
     extra = expand_steps(plan, r, block, part)
     row, target = block * plan.block, column * TILE + wg * HALF
 
+    def write(value, t, width):
+        put(r.out[0].at[wg], value.astype(r.y.dtype), r.y, row + t, target, width)
+
     def scope(acc):
         if plan.has_base:
             multiply(plan, r, acc, wg, BASE, stage, high - low)
         multiply(plan, r, acc, wg, EXPAND, stage + high - low, extra)
-        total = acc[...]
         if plan.split > 1:
-            store(r.y_part.at[sm, wg], total)
+            add_y(plan, r, wg, part, acc[...], write)
             return
-        for t, width in plan.epilogues:
-            value = total[:, t : t + width].astype(r.y.dtype)
-            put(r.out.at[wg], value, r.y, row + t, target, width)
+        total = acc[...]
+        for t, width in epilogues(plan.columns):
+            write(total[:, t : t + width], t, width)
 
-    pl.run_scoped(scope, ACC((HALF, plan.columns), jnp.float32))
     if plan.split > 1:
-        add_y(plan, r, sm, wg, part, row, target)
+        cluster.open_inbox(r.inbox_full.at[wg], plan.inbox_bytes // CONSUMERS)
+    pl.run_scoped(scope, ACC((HALF, plan.columns), jnp.float32))
     return stage + high - low + extra
 
 
-def add_y(plan, r, sm, wg, part, row, target):
+def add_y(plan, r, wg, part, total, write):
     """Adds up the parts of one output tile for this part's share of the tokens, and stores them."""
-    width = plan.y_columns
-    groups = plan.columns // width
-    adding = min(plan.split, groups)
-    first = sm - part
+    inbox, full, size = r.tokens[1].at[wg], r.inbox_full.at[wg], plan.share
+    cluster.meet()  # all have read their stages, whose memory is that of the inboxes
+    for other, t in enumerate(plan.shares):
 
-    for other in range(plan.split):
+        @pl.when(part != other)
+        def _(other=other, t=t):
+            to = inbox.at[part - (part > other).astype(jnp.int32)]
+            cluster.send(to, full, other, total[:, t : t + size])
 
-        @pl.when(part == other)
-        def _(other=other):
-            told = [i for i in range(adding) if i != other]
-            if told:
-                sync.signal(*(y_inbox(plan, r, first + i, wg) for i in told))
+    own = total[:, :size]
+    for other, t in enumerate(plan.shares[1:], 1):
+        own = jnp.where(part == other, total[:, t : t + size], own)
 
-    def group(i, _):
-        t = (part + i * adding) * width
-        found = [
-            load(r.y_part.at[first + j, wg, :, pl.ds(t, width)], WGMMA) for j in range(plan.split)
-        ]
-        value = functools.reduce(jnp.add, found).astype(r.y.dtype)
-        put(r.out.at[wg], value, r.y, row + t, target, width)
+    def sums(other, t, width):
+        """The sums of one part for some tokens of the share, its own or from the inbox."""
+        sender = jnp.clip(other - (other > part).astype(jnp.int32), 0, plan.split - 2)
+        groups = pl.ds(t // GROUP, width // GROUP)
+        found = cluster.receive(inbox.at[sender, groups], width)
+        return jnp.where(part == other, own[:, t : t + width], found)
 
-    @pl.when(part < adding)
+    @pl.when(part < len(plan.shares))
     def _():
-        sync.wait(y_inbox(plan, r, sm, wg), plan.split - 1, reset=True)
-        lax.fori_loop(0, schedule.div(groups - part + adding - 1, adding), group, None)
+        cluster.await_inbox(full)
+        first = jnp.minimum(part * size, plan.columns - size)
+        for t, width in epilogues(size):
+            value = functools.reduce(jnp.add, [sums(j, t, width) for j in range(plan.split)])
+            write(value, first + t, width)

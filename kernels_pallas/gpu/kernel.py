@@ -21,7 +21,8 @@ PRODUCER = 2  #: The third warpgroup.
 
 def body(plan: Plan, r: Refs) -> None:
     """One SM's work, in each of its three warpgroups."""
-    sm, wg = lax.axis_index("sm"), lax.axis_index("wg")
+    sm = lax.axis_index("cluster") * plan.split + lax.axis_index("part")
+    wg = lax.axis_index("wg")
 
     @pl.when(wg == PRODUCER)
     def _():

@@ -95,7 +95,7 @@ def launch(
     device = current_device()
     assert isinstance(device, Device), device
     plan = make_plan(x, weights, routing, device, w is not None)
-    T, d_out, sms = x.shape[0], plan.d_out, plan.device.sms
+    T, d_out = x.shape[0], plan.d_out
     base = weights.B if w is None else w
     padded = -(-T // 8) * 8  # TMA takes whole rows of 8 tokens; a short block reads zeros past T
     width = (plan.blocks - 1) * plan.block + plan.columns
@@ -113,19 +113,19 @@ def launch(
         weights.B.reshape(-1, d_out),
     )
     out_dtype = jnp.dtype(jnp.float32) if w is None else x.dtype
-    half = (2, HALF, plan.columns)
     outputs = [
         jax.ShapeDtypeStruct((padded, d_out), out_dtype),
         jax.ShapeDtypeStruct(plan.h_shape, x.dtype),
-        jax.ShapeDtypeStruct((sms, *half), jnp.float32),
-        jax.ShapeDtypeStruct((sms, *half), jnp.float32),
+        jax.ShapeDtypeStruct((plan.sms, 2, HALF, plan.columns), jnp.float32),
     ]
     run = plgpu.kernel(
         _body(plan, f"lora_{'delta' if w is None else 'linear'}_gpu_{plan.d_in}x{d_out}"),
         out_type=outputs,
         scratch_types=_scratch(plan, out_dtype, x.dtype),
-        grid=(sms,),
-        grid_names=("sm",),
+        grid=(plan.clusters,),
+        grid_names=("cluster",),
+        cluster=(plan.split,),
+        cluster_names=("part",),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
@@ -178,9 +178,12 @@ def _scratch(plan: Plan, out_dtype: jnp.dtype, dtype: jnp.dtype) -> dict[str, An
             tiles((plan.stages, plan.depth, TILE), dtype),
             tiles((plan.stages, TILE, plan.depth), dtype),
         ),
-        "tokens": tiles((plan.stages, plan.columns, plan.depth), dtype),
-        "out": tiles((2, width, HALF), out_dtype),
-        "h_out": tiles((2, width, HALF), dtype),
+        "tokens": plgpu.RefUnion(
+            tiles((plan.stages, plan.columns, plan.depth), dtype),
+            *([plgpu.SMEM(plan.inbox_shape, jnp.float32)] if plan.split > 1 else []),
+        ),
+        "inbox_full": plgpu.SMEM((2, 2), jnp.int32),
+        "out": plgpu.RefUnion(*(tiles((2, width, HALF), kind) for kind in (out_dtype, dtype))),
         "scales": plgpu.SMEM((refs.scale_floats(plan),), jnp.float32),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
         "scales_full": plgpu.Barrier(num_arrivals=TILE // plan.piece),

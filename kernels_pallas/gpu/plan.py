@@ -1,5 +1,6 @@
 """Static choices for one launch on a Hopper GPU: tiles, pipeline depth, the split of the work."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +10,10 @@ TILE = 128  #: Columns of y, or rows of A, of one tile: two warpgroups of wgmma'
 HALF = 64  #: Columns of y, or rows of A, of one warpgroup.
 MAX_BLOCK = 256  #: wgmma's largest N; tokens are the N side.
 EPILOGUE = 64  #: Tokens of one step of an epilogue.
-BARRIER_BYTES = 2048  #: Shared memory that is left for barriers.
+OTHER_BYTES = 5120  #: Shared memory that is left for scales and barriers.
+GPCS = 8  #: Most GPCs of a GPU: groups of SMs; the blocks of one cluster run in one of them.
+MAX_CLUSTER = 8  #: Most blocks of a cluster that every GPU takes.
+GROUP = 8  #: Tokens of four registers of an accumulator: 16 bytes of each thread.
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class Device:
     """What a plan needs to know of a GPU.
 
     Attributes:
-        sms: Streaming multiprocessors; the grid is one block on each.
+        sms: Streaming multiprocessors; at most one block runs on each.
         shared_bytes: Shared memory that a block may use.
         kind: JAX's name of the device, by which measured tiles are found.
     """
@@ -25,6 +29,14 @@ class Device:
     sms: int
     shared_bytes: int
     kind: str = ""
+
+    def clusters(self, size: int) -> int:
+        """Clusters of `size` blocks that run at once, however the SMs are divided into GPCs.
+
+        A GPC has an even number of SMs; those that are left over are fewer than a cluster.
+        """
+        left_over = size - 1 if size % 2 else size - 2
+        return max(0, -((GPCS * left_over - self.sms) // size))
 
 
 @dataclass(frozen=True)
@@ -107,12 +119,6 @@ class Plan:
         return self.blocks * self.num_slices * self.columns, self.max_packs * TILE
 
     @property
-    def epilogues(self) -> tuple[tuple[int, int], ...]:
-        """(start, length) of the epilogue's steps over a block's tokens."""
-        full = range(0, self.columns, EPILOGUE)
-        return tuple((t, min(EPILOGUE, self.columns - t)) for t in full)
-
-    @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer, and of a consumer, that has the accumulator."""
         return (56, 224) if self.columns <= 128 else (40, 232)
@@ -124,13 +130,13 @@ class Plan:
 
     @property
     def out_bytes(self) -> int:
-        """Shared memory of the epilogue's staging tiles, one for each of two warpgroups."""
+        """Shared memory of the staging tiles of y or h, one for each of two warpgroups."""
         return 2 * min(EPILOGUE, self.columns) * HALF * (2 if self.has_base else 4)
 
     @property
     def most_stages(self) -> int:
         """Stages that the shared memory holds."""
-        left = self.device.shared_bytes - BARRIER_BYTES - 2 * self.out_bytes
+        left = self.device.shared_bytes - OTHER_BYTES - self.out_bytes
         return max(0, left // self.stage_bytes)
 
     @cached_property
@@ -140,7 +146,7 @@ class Plan:
 
     @cached_property
     def split(self) -> int:
-        """Parts along K that an output tile is cut into, each for another SM.
+        """Parts along K that an output tile is cut into, each for another SM of a cluster.
 
         Where memory bounds the product, a part of the SMs can take all its bandwidth, and whole
         tiles are best even if they fill the last wave badly. A fifth of the SMs is left over to run
@@ -151,12 +157,24 @@ class Plan:
             return 1
         if self.tile is not None:
             return self.tile.split
-        return max(1, min(self.device.sms * 4 // 5 // self.tiles, self.d_in // 512, 4))
+        most = min(self.device.sms * 4 // 5 // self.tiles, self.d_in // 512, 4)
+        fitting = (s for s in range(2, most + 1) if self.tiles <= self.device.clusters(s))
+        return max(fitting, default=1)
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of the grid; a cluster has a block for each part of an output tile."""
+        return self.device.clusters(self.split)
+
+    @property
+    def sms(self) -> int:
+        """Blocks of the grid, all resident at once, each on an SM of its own."""
+        return self.clusters * self.split
 
     @property
     def free_sms(self) -> int:
-        """SMs with fewer output tiles than the others."""
-        return -self.tiles * self.split % self.device.sms
+        """SMs with fewer output tiles than the others: the first ones of the grid."""
+        return -self.tiles * self.split % self.sms
 
     @property
     def max_parts(self) -> int:
@@ -174,11 +192,33 @@ class Plan:
         return 16 if self.columns > 128 and self.columns % 16 == 0 else 8
 
     @property
-    def y_columns(self) -> int:
-        """Tokens of one step of adding up the parts of an output tile, which its SMs share out."""
-        return next(
-            w for w in (32, 16, 8) if (self.columns % w == 0 and w * 2 <= self.columns) or w == 8
-        )
+    def share(self) -> int:
+        """Tokens for which one part of an output tile adds up all of them."""
+        return -(-self.columns // GROUP // self.split) * GROUP
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """First token of the share of each part that has one; the last may overlap its neighbour.
+
+        Both then store the same bits: the order in which the parts are added is fixed.
+        """
+        starts = range(0, self.columns, self.share)
+        return tuple(min(t, self.columns - self.share) for t in starts)
+
+    @property
+    def inbox_shape(self) -> tuple[int, int, int, int]:
+        """Other parts' sums, f32: (consumer, sender, group of tokens, register of a thread)."""
+        return 2, self.split - 1, self.share // GROUP, HALF * GROUP
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Shared memory of the inbox, taken from the tokens' side of the stages."""
+        return math.prod(self.inbox_shape) * 4
+
+
+def epilogues(tokens: int) -> tuple[tuple[int, int], ...]:
+    """(start, length) of the steps in which the sums of some tokens are stored."""
+    return tuple((t, min(EPILOGUE, tokens - t)) for t in range(0, tokens, EPILOGUE))
 
 
 def unsupported(plan: Plan) -> str | None:
@@ -200,6 +240,11 @@ def unsupported(plan: Plan) -> str | None:
             f"a block needs 2 stages in {plan.device.shared_bytes} bytes of shared memory; got "
             f"{plan.stages} of at most {plan.most_stages}"
         )
+    if plan.inbox_bytes > plan.stages * plan.columns * plan.depth * 2:
+        return (
+            f"the tokens of all stages must have room for the sums of other parts; got "
+            f"{plan.stages} stages of {plan.depth} elements of K for {plan.inbox_bytes} bytes"
+        )
     return _unsupported_tile(plan, plan.tile) if plan.tile is not None else None
 
 
@@ -209,9 +254,10 @@ def _unsupported_tile(plan: Plan, tile: Tile) -> str | None:
         return f"a stage must have 64 or 128 elements of K; got {tile.depth}"
     if tile.split > plan.steps:
         return f"a tile must have no more parts than its {plan.steps} steps; got {tile.split}"
-    if tile.split > 1 and plan.tiles * tile.split > plan.device.sms:
+    if tile.split > 1 and (tile.split > MAX_CLUSTER or plan.tiles > plan.clusters):
         return (
-            f"the parts of a tile wait for each other, so all must run at once on the "
-            f"{plan.device.sms} SMs; got {plan.tiles} tiles of {tile.split} parts"
+            f"the parts of a tile wait for each other in a cluster of at most {MAX_CLUSTER} SMs, "
+            f"so all clusters must run at once on the {plan.device.sms} SMs; got {plan.tiles} "
+            f"tiles of {tile.split} parts"
         )
     return None

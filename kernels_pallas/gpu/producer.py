@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lorajax.kernels_pallas.gpu import schedule, sync
+from lorajax.kernels_pallas.gpu import cluster, schedule, sync
 from lorajax.kernels_pallas.gpu.plan import HALF, TILE, Plan
 from lorajax.kernels_pallas.gpu.refs import (
     BASE,
@@ -31,18 +31,20 @@ def produce(plan: Plan, r: Refs, sm: Scalar) -> None:
     packs = schedule.packs_of(plan, r.count[0], TILE)
     count = schedule.parts(plan, packs)
     jobs = schedule.shrink_jobs(plan, packs, count)
-    place = schedule.shrink_sm(plan, sm)
-    mine = schedule.jobs_of(plan, place, jobs)
+    mine = schedule.jobs_of(plan, sm, jobs)
 
     def shrink(i, state):
-        return feed_shrink(plan, r, layer, place + i * plan.device.sms, count, *state)
+        return feed_shrink(plan, r, layer, sm + i * plan.sms, count, *state)
 
     def tile(i, stage):
         return feed_tile(plan, r, layer, base_layer, sm, count, i, stage)
 
     stage, _ = lax.fori_loop(0, mine, shrink, (jnp.int32(0), jnp.int32(0)))
-    lax.fori_loop(0, schedule.pieces(plan, sm), tile, stage)
+    tiles = schedule.pieces(plan, sm)
+    lax.fori_loop(0, tiles, tile, stage)
     leave(plan, r)
+    if plan.split > 1:
+        pl.when(tiles > 0)(cluster.meet)
 
 
 def claim(plan: Plan, r: Refs, stage: Scalar) -> Scalar:
@@ -141,4 +143,4 @@ def feed_tile(plan, r, layer, base_layer, sm, count, index, stage):
 def copy_tokens(plan, source, row, k, r, slot, kind):
     """Copies the token side of a stage. Rows past T read as zero."""
     source = source.at[pl.ds(row, plan.columns), pl.ds(k * plan.depth, plan.depth)]
-    plgpu.copy_gmem_to_smem(source, r.tokens.at[slot], r.full[kind].at[slot])
+    plgpu.copy_gmem_to_smem(source, r.tokens[0].at[slot], r.full[kind].at[slot])

@@ -31,11 +31,10 @@ class Refs:
     y: Ref  # [T, d_out]
     h: Ref  # [P G columns, packed rank rows]
     h_part: Ref  # f32[SMs, 2, 64, columns], sums of parts of shrink tiles
-    y_part: Ref  # f32[SMs, 2, 64, columns], sums of parts of output tiles
     ring: Ref  # [0]: stages of a tile of w or B [depth, 128]; [1]: of A [128, depth]
-    tokens: Ref  # stages of [columns, depth]
-    out: Ref  # [2, tokens, 64], one staging tile for each consumer
-    h_out: Ref  # the same for h
+    tokens: Ref  # [0]: stages of [columns, depth]; [1], after them: the inbox of other parts' sums
+    inbox_full: Ref  # i32[2, 2], a barrier for the inbox of each consumer
+    out: Ref  # [2, tokens, 64], one staging tile for each consumer; [0]: of y, [1]: of h
     scales: Ref  # f32, the scale of the packed rows, see `scale_offset`
     full: tuple[Ref, ...]  # barriers of base, shrink and expand stages
     empty: Ref
@@ -46,7 +45,7 @@ class Refs:
 BASE, SHRINK, EXPAND = range(3)
 
 #: The fields of `Refs` that are operands and outputs, in order.
-ARRAYS = tuple(field.name for field in fields(Refs))[:15]
+ARRAYS = tuple(field.name for field in fields(Refs))[:14]
 
 
 def scale_stride(plan: Plan) -> int:
@@ -65,9 +64,9 @@ def arrivals(plan: Plan) -> tuple[int, int, int]:
 
 
 def counter_sizes(plan: Plan) -> tuple[int, ...]:
-    """Counters: who has left, finished parts of h, finished h, parts of y for each SM."""
+    """Counters: who has left, finished parts of h, finished h."""
     shrink_tiles = plan.num_slices * plan.max_packs if plan.parts is None else 0
-    return 1, CONSUMERS * shrink_tiles, plan.blocks * plan.num_slices, CONSUMERS * plan.device.sms
+    return 1, CONSUMERS * shrink_tiles, plan.blocks * plan.num_slices
 
 
 def h_parts(plan: Plan, r: Refs, tile: Scalar, wg: Scalar) -> Ref:
@@ -81,16 +80,10 @@ def h_done(plan: Plan, r: Refs, block: Scalar, g: Scalar) -> Ref:
     return r.counters.at[sizes[0] + sizes[1] + block * plan.num_slices + g]
 
 
-def y_inbox(plan: Plan, r: Refs, sm: Scalar, wg: Scalar) -> Ref:
-    """Other SMs' parts of the tile of an SM that are in `y_part`."""
-    at = sum(counter_sizes(plan)[:3])
-    return r.counters.at[at + sm * CONSUMERS + wg]
-
-
 def leave(plan: Plan, r: Refs) -> None:
     """Says that this warpgroup will not wait for h again."""
     sizes = counter_sizes(plan)
-    sync.leave(r.counters.at[0], 3 * plan.device.sms, sizes[1] + sizes[2])
+    sync.leave(r.counters.at[0], 3 * plan.sms, sizes[1] + sizes[2])
 
 
 def rank_rows(plan: Plan, r: Refs, block: Scalar, first: Scalar, pieces: int):

@@ -1,8 +1,9 @@
 """Who does what: pure index arithmetic, on host integers or traced scalars alike.
 
 A launch has one block of threads on each SM. Every SM first runs its shrink jobs, then its output
-tiles. A tile may be cut along K into parts for several SMs, which then add up its partial sums,
-each for some of the tokens.
+tiles. A tile may be cut along K into parts for the SMs of a cluster, which then add up its partial
+sums, each for some of the tokens. Jobs go to the first SMs first, tiles to the last: blocks start
+in this order, and tiles wait for jobs.
 """
 
 from typing import Any
@@ -30,12 +31,15 @@ def rem(a: Scalar, b: Scalar) -> Scalar:
 
 def pieces(plan: Plan, sm: Scalar) -> Scalar:
     """How many tiles, or parts of tiles, an SM works on."""
-    return jobs_of(plan, sm, plan.tiles * plan.split)
+    return jobs_of(plan, tile_place(plan, sm), plan.tiles * plan.split)
 
 
 def piece(plan: Plan, sm: Scalar, index: Scalar) -> tuple[Scalar, ...]:
-    """(tile, part, first step, end step) of an SM's `index`-th piece of work."""
-    job = sm + plan.device.sms * index
+    """(tile, part, first step, end step) of an SM's `index`-th piece of work.
+
+    The part is the SM's rank in its cluster.
+    """
+    job = tile_place(plan, sm) + plan.sms * index
     tile = div(job, plan.split)
     part = job - tile * plan.split
     steps = plan.steps if plan.has_base else 0
@@ -43,14 +47,14 @@ def piece(plan: Plan, sm: Scalar, index: Scalar) -> tuple[Scalar, ...]:
     return tile, part, low, high
 
 
-def shrink_sm(plan: Plan, sm: Scalar) -> Scalar:
-    """An SM's place among those that take shrink jobs: the ones with fewest output tiles first."""
-    return plan.device.sms - 1 - sm
+def tile_place(plan: Plan, sm: Scalar) -> Scalar:
+    """An SM's place among those that take output tiles: the first ones, with fewest, come last."""
+    return rem(sm + plan.sms - plan.free_sms, plan.sms)
 
 
-def jobs_of(plan: Plan, sm: Scalar, jobs: Scalar) -> Scalar:
-    """How many of `jobs`, dealt out in turn, are an SM's."""
-    return div(jnp.maximum(jobs - sm + plan.device.sms - 1, 0), plan.device.sms)
+def jobs_of(plan: Plan, place: Scalar, jobs: Scalar) -> Scalar:
+    """How many of `jobs`, dealt out in turn, are those of the SM at a place."""
+    return div(jnp.maximum(jobs - place + plan.sms - 1, 0), plan.sms)
 
 
 def place(plan: Plan, tile: Scalar) -> tuple[Scalar, Scalar]:
@@ -83,7 +87,7 @@ def parts(plan: Plan, packs: Scalar) -> Scalar:
     if plan.parts is not None:
         return jnp.int32(plan.parts)
     tiles = jnp.maximum(packs * plan.num_slices, 1)
-    sms = jnp.where(tiles <= plan.free_sms, plan.free_sms, plan.device.sms)
+    sms = jnp.where(tiles <= plan.free_sms, plan.free_sms, plan.sms)
     return jnp.clip(div(sms, tiles), 1, plan.max_parts)
 
 

@@ -22,12 +22,13 @@ MOST_TRIES = 1 << 23  #: Polls of a counter, each most of a microsecond.
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def _leader() -> ir.Value:
+def leader() -> ir.Value:
     """True in one thread of the warpgroup."""
     return mgpu.utils.single_thread_predicate(scope=mgpu.utils.ThreadSubset.WARPGROUP)
 
 
-def _emit(ptx: str, operands: list[ir.Value], kinds: str) -> None:
+def emit(ptx: str, operands: list[ir.Value], kinds: str) -> None:
+    """Puts inline PTX into the kernel."""
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, operands, ptx, kinds, has_side_effects=True)
 
@@ -38,12 +39,12 @@ def signal(*counters: Ref) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(counters))
     def add(_, *refs):
         mgpu.utils.warpgroup_barrier()
-        leader = _leader()
+        one = leader()
         # One fence for all: each costs as long as the slowest write in flight.
-        _emit("@$0 fence.acq_rel.gpu;", [leader], "b")
+        emit("@$0 fence.acq_rel.gpu;", [one], "b")
         for ref in refs:
             semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(ref))
-            semaphore.signal(1, predicate=leader, relaxed=True, memory_scope="gpu")
+            semaphore.signal(1, predicate=one, relaxed=True, memory_scope="gpu")
 
     add(*counters)
 
@@ -78,8 +79,8 @@ def wait(counter: Ref, value: Scalar, *, reset: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
     def spin(_, ref, value):
-        operands = [mgpu.utils.memref_ptr(ref), value.registers.flat[0], _leader()]
-        _emit(ptx, operands, "l,r,b")
+        operands = [mgpu.utils.memref_ptr(ref), value.registers.flat[0], leader()]
+        emit(ptx, operands, "l,r,b")
         mgpu.utils.warpgroup_barrier()
 
     spin(counter, jnp.asarray(value, jnp.int32))  # pyright: ignore[reportCallIssue]
@@ -135,7 +136,7 @@ def wait_for_copies(counter: Ref, value: Scalar, seen: Scalar) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
     def spin(_, ref, value, seen):
         scalars = [a.registers.flat[0] for a in (value, seen)]
-        _emit(ptx, [mgpu.utils.memref_ptr(ref), *scalars, _leader()], "l,r,r,b")
+        emit(ptx, [mgpu.utils.memref_ptr(ref), *scalars, leader()], "l,r,r,b")
 
     spin(counter, *(jnp.asarray(a, jnp.int32) for a in (value, seen)))  # pyright: ignore[reportCallIssue]
 
@@ -173,7 +174,7 @@ def leave(counters: Ref, everyone: int, shared: int) -> None:
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         size = mgpu.utils.c(4 * (shared + 1), i64)
         last = mgpu.utils.c(everyone - 1, i32)
-        _emit(ptx, [mgpu.utils.memref_ptr(ref), last, _leader(), size], "l,r,b,l")
+        emit(ptx, [mgpu.utils.memref_ptr(ref), last, leader(), size], "l,r,b,l")
 
     ticket(counters)  # pyright: ignore[reportCallIssue]
 
@@ -187,6 +188,6 @@ def fence_registers() -> None:
 
     @plgpu.inline_mgpu()
     def fence(_):
-        _emit("wgmma.fence.sync.aligned;", [], "")
+        emit("wgmma.fence.sync.aligned;", [], "")
 
     fence()  # pyright: ignore[reportCallIssue]

@@ -1,12 +1,14 @@
 """The Hopper kernel's division of work: every step exactly once, by the SMs that say so."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lorajax.kernels_pallas.gpu import schedule
-from lorajax.kernels_pallas.gpu.plan import TILE, Device, Plan, unsupported
+from lorajax.kernels_pallas.gpu.plan import GPCS, TILE, Device, Plan, unsupported
 
 H200 = Device(132, 227 * 1024)
 SMALL = Device(20, 227 * 1024)
@@ -47,7 +49,7 @@ def plan(request):
 
 
 def each_sm(plan, function):
-    return jax.jit(jax.vmap(function))(jnp.arange(plan.device.sms, dtype=jnp.int32))
+    return jax.jit(jax.vmap(function))(jnp.arange(plan.sms, dtype=jnp.int32))
 
 
 def pieces(plan):
@@ -71,18 +73,51 @@ def test_every_step_of_every_tile_is_done_once(plan):
     assert (seen == 1).all()
 
 
-def test_the_parts_of_a_tile_are_on_neighbouring_sms_that_have_nothing_else(plan):
+def test_the_parts_of_a_tile_are_the_blocks_of_a_cluster_that_have_nothing_else(plan):
     if plan.split == 1:
         pytest.skip("tiles stay whole")
-    assert plan.tiles * plan.split <= plan.device.sms
+    assert plan.tiles <= plan.clusters
     for sm, tile, part, low, high in pieces(plan):
-        assert sm == tile * plan.split + part
+        cluster = plan.clusters - plan.tiles + tile
+        assert sm == cluster * plan.split + part
         assert high > low
 
 
+@functools.cache
+def fewest_clusters(sms, size, gpcs=GPCS):
+    """The fewest clusters that the SMs hold, over all ways to divide them into GPCs."""
+    if gpcs == 1:
+        return sms // size
+    return min(n // size + fewest_clusters(sms - n, size, gpcs - 1) for n in range(0, sms + 1, 2))
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("sms", [20, 78, 114, 132])
+def test_all_clusters_run_at_once(sms, size):
+    assert Device(sms, 0).clusters(size) <= fewest_clusters(sms, size)
+
+
+def test_clusters_of_an_h200():
+    assert [H200.clusters(size) for size in (1, 2, 3, 4)] == [132, 66, 39, 29]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 24, 40, 64, 75, 128, 256])
+@pytest.mark.parametrize("d_out", [3072, 4096, 6144])
+def test_the_parts_share_out_the_tokens(tokens, d_out):
+    plan = make(tokens, 4096, (d_out,))
+    assert plan.split == {3072: 4, 4096: 3, 6144: 2}[d_out]
+    assert 1 <= len(plan.shares) <= plan.split
+    found = {t for first in plan.shares for t in range(first, first + plan.share)}
+    assert found == set(range(plan.columns))
+    assert unsupported(plan) is None
+
+
 def test_sms_are_left_over_for_the_shrink_where_tiles_are_few(plan):
-    used = min(plan.tiles * plan.split, plan.device.sms)
-    assert plan.free_sms == -plan.tiles * plan.split % plan.device.sms
+    used = min(plan.tiles * plan.split, plan.sms)
+    assert plan.free_sms == -plan.tiles * plan.split % plan.sms
+    working = {sm for sm, *_ in pieces(plan)}
+    if plan.tiles * plan.split < plan.sms:
+        assert working == set(range(plan.free_sms, plan.sms))  # jobs of the shrink start first
     if plan.split > 1:
         assert used <= plan.device.sms * 4 // 5
 
@@ -103,7 +138,7 @@ def test_shrink_parts_cover_every_step_of_every_pack_once(plan, active):
     assert dealt.sum() == jobs
     assert dealt.max() - dealt.min() <= 1
     if int(count) > 1:
-        assert jobs <= plan.device.sms  # parts wait for each other: all must run at once
+        assert jobs <= plan.sms  # parts wait for each other: all must run at once
 
     def describe(job):
         tile, part, block, g, pack = schedule.shrink_job(plan, job, count)
@@ -154,7 +189,7 @@ def test_the_split_does_not_depend_on_the_slots(plan):
 @pytest.mark.parametrize("slices", [(4096,), (14336, 14336)])
 def test_the_pipeline_fits_in_shared_memory(tokens, slices):
     plan = make(tokens, 4096, slices)
-    used = plan.stages * plan.stage_bytes + 2 * plan.out_bytes
+    used = plan.stages * plan.stage_bytes + plan.out_bytes
     assert used <= H200.shared_bytes
     assert plan.stages >= 3
 
