@@ -107,6 +107,7 @@ def receive(place: Ref, width: int) -> jax.Array:
         for i in range(width // GROUP):
             ptx = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4 + {i * GROUP_BYTES}];"
             got = llvm.inline_asm(four, [at], ptx, "=f,=f,=f,=f,r", has_side_effects=True)
+            assert isinstance(got, ir.Value)
             numbers = [llvm.extractvalue(f32, got, [j]) for j in range(4)]
             registers += [vector.from_elements(pair, numbers[j : j + 2]) for j in (0, 2)]
         layout = plgpu.Layout.WGMMA.to_mgpu()

@@ -126,7 +126,7 @@ def add_h(plan, r, wg, tile, part, count, finish):
     done = h_parts(plan, r, tile, wg)
     sync.signal(done)
     scale = row_scale(plan, r, wg)
-    sync.wait(done, count, reset=False)
+    sync.wait(done, count)
     first, width = tile * count, plan.h_columns
 
     def group(i, _):
@@ -225,7 +225,7 @@ def add_y(plan, r, wg, part, total, write):
 
         @pl.when(part != other)
         def _(other=other, t=t):
-            to = inbox.at[part - (part > other).astype(jnp.int32)]
+            to = inbox.at[schedule.seat(part, other)]
             cluster.send(to, full, other, total[:, t : t + size])
 
     own = total[:, :size]
@@ -234,9 +234,8 @@ def add_y(plan, r, wg, part, total, write):
 
     def sums(other, t, width):
         """The sums of one part for some tokens of the share, its own or from the inbox."""
-        sender = jnp.clip(other - (other > part).astype(jnp.int32), 0, plan.split - 2)
-        groups = pl.ds(t // GROUP, width // GROUP)
-        found = cluster.receive(inbox.at[sender, groups], width)
+        seat = jnp.minimum(schedule.seat(other, part), plan.split - 2)  # its own is another's
+        found = cluster.receive(inbox.at[seat, pl.ds(t // GROUP, width // GROUP)], width)
         return jnp.where(part == other, own[:, t : t + width], found)
 
     @pl.when(part < len(plan.shares))

@@ -57,6 +57,11 @@ def jobs_of(plan: Plan, place: Scalar, jobs: Scalar) -> Scalar:
     return div(jnp.maximum(jobs - place + plan.sms - 1, 0), plan.sms)
 
 
+def seat(sender: Scalar, receiver: Scalar) -> Scalar:
+    """Where a part's sums go in the inbox of another part of the same tile."""
+    return sender - jnp.asarray(sender > receiver).astype(jnp.int32)
+
+
 def place(plan: Plan, tile: Scalar) -> tuple[Scalar, Scalar]:
     """(block of tokens, column tile) of an output tile."""
     if plan.blocks == 1:

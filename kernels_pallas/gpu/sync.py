@@ -2,12 +2,11 @@
 
 The counters are in global memory. Mosaic GPU's own semaphores are zeroed by a memset before each
 launch; these live in an operand that every launch leaves as it found it, all zeros: XLA takes the
-operand for a constant. A counter with one waiter is reset by its wait; the others by the last
-warpgroup to `leave`.
+operand for a constant. The last warpgroup to `leave` resets them.
 
-Every block must be resident, or a wait never ends: the grid is never larger than the GPU, and two
-launches must not run at the same time on one GPU. XLA runs the products of a model one after the
-other on one stream.
+Every block must be resident, or a wait never ends: the grid never has more clusters than the GPU
+surely holds, and two launches must not run at the same time on one GPU. XLA runs the products of a
+model one after the other on one stream.
 """
 
 import jax.numpy as jnp
@@ -33,49 +32,44 @@ def emit(ptx: str, operands: list[ir.Value], kinds: str) -> None:
     llvm.inline_asm(void, operands, ptx, kinds, has_side_effects=True)
 
 
-def signal(*counters: Ref) -> None:
-    """Adds 1 to each, after everything that this warpgroup has written."""
+def signal(counter: Ref) -> None:
+    """Adds 1 to a counter, after everything that this warpgroup has written."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(counters))
-    def add(_, *refs):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def add(_, ref):
         mgpu.utils.warpgroup_barrier()
         one = leader()
-        # One fence for all: each costs as long as the slowest write in flight.
         emit("@$0 fence.acq_rel.gpu;", [one], "b")
-        for ref in refs:
-            semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(ref))
-            semaphore.signal(1, predicate=one, relaxed=True, memory_scope="gpu")
+        semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(ref))
+        semaphore.signal(1, predicate=one, relaxed=True, memory_scope="gpu")
 
-    add(*counters)
+    add(counter)  # pyright: ignore[reportCallIssue]
 
 
-def wait(counter: Ref, value: Scalar, *, reset: bool) -> None:
-    """Waits until the counter is at least `value`; with `reset` takes it off again.
+def wait(counter: Ref, value: Scalar) -> None:
+    """Waits until the counter is at least `value`.
 
     A wait that could only end by a fault elsewhere stops the launch with an error after seconds.
     """
     ptx = """{
         .reg .pred ready, over;
-        .reg .s32 seen, left;
+        .reg .s32 seen;
         .reg .u32 tries;
         @!$2 bra DONE;
         mov.u32 tries, 0;
         AGAIN:
         ld.relaxed.gpu.global.s32 seen, [$0];
-        sub.s32 left, $1, seen;
-        setp.le.s32 ready, left, 0;
+        setp.ge.s32 ready, seen, $1;
         @ready bra READY;
         add.u32 tries, tries, 1;
         setp.lt.u32 over, tries, LIMIT;
         @over bra AGAIN;
         trap;
         READY:
-        RESET
         fence.acq_rel.gpu;
         DONE:
     }"""
-    undo = "neg.s32 left, $1; red.relaxed.gpu.global.add.s32 [$0], left;" if reset else ""
-    ptx = ptx.replace("LIMIT", str(MOST_TRIES)).replace("RESET", undo)
+    ptx = ptx.replace("LIMIT", str(MOST_TRIES))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
     def spin(_, ref, value):

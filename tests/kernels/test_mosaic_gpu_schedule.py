@@ -216,3 +216,10 @@ def test_what_the_kernel_cannot_take_is_named(change, said):
 
 def test_what_the_kernel_can_take_has_no_reason():
     assert unsupported(make(64, 4096, (4096, 1024, 1024))) is None
+
+
+@pytest.mark.parametrize("split", [2, 3, 4])
+def test_every_other_part_has_a_seat_of_its_own_in_an_inbox(split):
+    for receiver in range(split):
+        others = [part for part in range(split) if part != receiver]
+        assert [int(schedule.seat(part, receiver)) for part in others] == list(range(split - 1))
