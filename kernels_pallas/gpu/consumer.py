@@ -32,18 +32,19 @@ ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 def consume(plan: Plan, r: Refs, sm: Scalar, wg: Scalar) -> None:
     """Multiplies what the producer copied, and writes h and y."""
-    packs = schedule.packs_of(plan, r.count[0], TILE)
-    count = schedule.parts(plan, packs)
-    jobs = schedule.shrink_jobs(plan, packs, count)
-    mine = schedule.jobs_of(plan, sm, jobs)
 
-    def shrink(i, stage):
-        return run_shrink(plan, r, wg, sm + i * plan.sms, count, stage)
+    def shrinks():
+        mine, count = schedule.own_jobs(plan, r.count[0], sm)
+
+        def shrink(i, stage):
+            return run_shrink(plan, r, wg, sm + i * plan.sms, count, stage)
+
+        return lax.fori_loop(0, mine, shrink, jnp.int32(0))
 
     def tile(i, stage):
         return run_tile(plan, r, sm, wg, i, stage)
 
-    stage = lax.fori_loop(0, mine, shrink, jnp.int32(0))
+    stage = lax.cond(sm < plan.shrinkers, shrinks, lambda: jnp.int32(0))
     leave(plan, r)
     lax.fori_loop(0, schedule.pieces(plan, sm), tile, stage)
     plgpu.wait_smem_to_gmem(0)
@@ -55,11 +56,10 @@ def multiply(plan, r, acc, wg, kind, stage, steps):
     def step(i, _):
         slot = schedule.rem(stage + i, plan.stages)
         plgpu.barrier_wait(r.full[kind].at[slot])
-        mine = pl.ds(wg * HALF, HALF)
         if kind == SHRINK:
-            left = r.ring[1].at[slot, mine]
+            left = r.ring[1].at[slot, pl.ds(wg * HALF, HALF)]
         else:
-            left = transpose(r.ring[0].at[slot, :, mine])
+            left = transpose(r.ring[0].at[slot, :, pl.ds(wg * plan.half, plan.half)])
         sync.fence_registers()
         plgpu.wgmma(acc, left, transpose(r.tokens[0].at[slot]))
         plgpu.wgmma_wait(1)
@@ -182,12 +182,12 @@ def row_scale(plan, r, wg):
 
 
 def put(staging, value, target, row, column, width):
-    """Stores a [64, width] tile transposed. Rows past the end of the target are dropped."""
+    """Stores a [columns, width] tile transposed. Rows past the end of the target are dropped."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     staging = staging.at[pl.ds(0, width)]
     transpose(staging)[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staging, target.at[pl.ds(row, width), pl.ds(column, HALF)])
+    plgpu.copy_smem_to_gmem(staging, target.at[pl.ds(row, width), pl.ds(column, value.shape[0])])
 
 
 def run_tile(plan, r, sm, wg, index, stage):
@@ -195,7 +195,7 @@ def run_tile(plan, r, sm, wg, index, stage):
     tile, part, low, high = schedule.piece(plan, sm, index)
     block, column = schedule.place(plan, tile)
     extra = expand_steps(plan, r, block, part)
-    row, target = block * plan.block, column * TILE + wg * HALF
+    row, target = block * plan.block, column * plan.width + wg * plan.half
 
     def write(value, t, width):
         put(r.out[0].at[wg], value.astype(r.y.dtype), r.y, row + t, target, width)
@@ -213,7 +213,7 @@ def run_tile(plan, r, sm, wg, index, stage):
 
     if plan.split > 1:
         cluster.open_inbox(r.inbox_full.at[wg], plan.inbox_bytes // CONSUMERS)
-    pl.run_scoped(scope, ACC((HALF, plan.columns), jnp.float32))
+    pl.run_scoped(scope, ACC((plan.half, plan.columns), jnp.float32))
     return stage + high - low + extra
 
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from lorajax.kernels_pallas.gpu.consumer import consume
 from lorajax.kernels_pallas.gpu.plan import Plan
 from lorajax.kernels_pallas.gpu.producer import produce
-from lorajax.kernels_pallas.gpu.refs import Refs
+from lorajax.kernels_pallas.gpu.refs import Refs, enter
 
 PRODUCER = 2  #: The third warpgroup.
 
@@ -32,4 +32,5 @@ def body(plan: Plan, r: Refs) -> None:
     @pl.when(wg < PRODUCER)
     def _():
         plgpu.set_max_registers(plan.registers[1], action="increase")
+        pl.when(wg == 0)(lambda: enter(plan, r))
         consume(plan, r, sm, wg)

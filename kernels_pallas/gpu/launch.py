@@ -175,7 +175,7 @@ def _scratch(plan: Plan, out_dtype: jnp.dtype, dtype: jnp.dtype) -> dict[str, An
     }
     return {
         "ring": plgpu.RefUnion(
-            tiles((plan.stages, plan.depth, TILE), dtype),
+            tiles((plan.stages, plan.depth, plan.width), dtype),
             tiles((plan.stages, TILE, plan.depth), dtype),
         ),
         "tokens": plgpu.RefUnion(
@@ -183,7 +183,9 @@ def _scratch(plan: Plan, out_dtype: jnp.dtype, dtype: jnp.dtype) -> dict[str, An
             *([plgpu.SMEM(plan.inbox_shape, jnp.float32)] if plan.split > 1 else []),
         ),
         "inbox_full": plgpu.SMEM((2, 2), jnp.int32),
-        "out": plgpu.RefUnion(*(tiles((2, width, HALF), kind) for kind in (out_dtype, dtype))),
+        "out": plgpu.RefUnion(
+            tiles((2, width, plan.half), out_dtype), tiles((2, width, HALF), dtype)
+        ),
         "scales": plgpu.SMEM((refs.scale_floats(plan),), jnp.float32),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
         "scales_full": plgpu.Barrier(num_arrivals=TILE // plan.piece),

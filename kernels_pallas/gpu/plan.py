@@ -6,13 +6,15 @@ from functools import cached_property
 
 from lorajax.kernels_pallas.gpu.tiles import Tile
 
-TILE = 128  #: Columns of y, or rows of A, of one tile: two warpgroups of wgmma's M = 64.
-HALF = 64  #: Columns of y, or rows of A, of one warpgroup.
+TILE = 128  #: Rows of A, or columns of y, of one tile: two warpgroups of wgmma's M = 64.
+HALF = 64  #: Rows of A of one warpgroup.
+WIDE = 256  #: Columns of y of a wide tile.
 MAX_BLOCK = 256  #: wgmma's largest N; tokens are the N side.
-EPILOGUE = 64  #: Tokens of one step of an epilogue.
+EPILOGUE = 32  #: Tokens of one step of an epilogue.
 OTHER_BYTES = 5120  #: Shared memory that is left for scales and barriers.
 GPCS = 8  #: Most GPCs of a GPU: groups of SMs; the blocks of one cluster run in one of them.
 MAX_CLUSTER = 8  #: Most blocks of a cluster that every GPU takes.
+SHORT_RING = 160 * 1024  #: Most bytes of the stages of an SM where time is short.
 GROUP = 8  #: Tokens of four registers of an accumulator: 16 bytes of each thread.
 
 
@@ -89,24 +91,35 @@ class Plan:
 
     @property
     def depth(self) -> int:
-        """Elements of K of one pipeline stage.
-
-        Every thread of a warpgroup arrives at a stage's barrier for every copy, so that a stage of
-        K = 64 costs about 900 cycles however small it is (measured): few large copies are fastest.
-        """
+        """Elements of K of one pipeline stage: large copies, but not so large that few fit."""
         if self.tile is not None:
             return self.tile.depth
-        return 128 if self.columns <= 128 else 64
+        return 128 if self.columns <= 64 else 64
 
     @property
     def steps(self) -> int:
         """Stages of K in x Aᵀ and x w."""
         return self.d_in // self.depth
 
+    @cached_property
+    def width(self) -> int:
+        """Columns of y of one tile.
+
+        Each tile reads all of x: wide ones halve what an SM takes in besides w. They pay where that
+        is much, the accumulator fits, and most SMs still have a tile.
+        """
+        wide = 64 < self.columns <= 128 and all(n % WIDE == 0 for n in self.slices)
+        return WIDE if wide and self.d_out // WIDE >= self.device.sms * 3 // 4 else TILE
+
+    @property
+    def half(self) -> int:
+        """Columns of y of one warpgroup."""
+        return self.width // 2
+
     @property
     def tiles(self) -> int:
         """Output tiles of all blocks."""
-        return self.blocks * (self.d_out // TILE)
+        return self.blocks * (self.d_out // self.width)
 
     @property
     def max_packs(self) -> int:
@@ -126,12 +139,12 @@ class Plan:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one pipeline stage: a tile of weights and one of tokens."""
-        return (TILE + self.columns) * self.depth * 2
+        return (self.width + self.columns) * self.depth * 2
 
     @property
     def out_bytes(self) -> int:
         """Shared memory of the staging tiles of y or h, one for each of two warpgroups."""
-        return 2 * min(EPILOGUE, self.columns) * HALF * (2 if self.has_base else 4)
+        return 2 * min(EPILOGUE, self.columns) * self.half * (2 if self.has_base else 4)
 
     @property
     def most_stages(self) -> int:
@@ -141,8 +154,18 @@ class Plan:
 
     @cached_property
     def stages(self) -> int:
-        """Depth of the pipeline: all the shared memory that is left, at most 12 stages."""
-        return min(12, self.most_stages) if self.tile is None else self.tile.stages
+        """Stages of the pipeline.
+
+        What all SMs have asked for queues in front of memory, and everything else queues behind it:
+        at 4 TB/s the rings of 132 SMs are 5 us of work. A short product has no time for that.
+        """
+        if self.tile is not None:
+            return self.tile.stages
+        short = self.columns <= 32 or self.d_in // self.split < 2048
+        if not short:
+            return self.most_stages
+        inbox = -(-self.inbox_bytes // (self.columns * self.depth * 2))
+        return min(max(SHORT_RING // self.stage_bytes, inbox), self.most_stages)
 
     @cached_property
     def split(self) -> int:
@@ -175,6 +198,12 @@ class Plan:
     def free_sms(self) -> int:
         """SMs with fewer output tiles than the others: the first ones of the grid."""
         return -self.tiles * self.split % self.sms
+
+    @property
+    def shrinkers(self) -> int:
+        """The first SMs of the grid; the others never have a shrink job."""
+        apart = self.blocks == 1 and self.max_packs * self.num_slices <= self.free_sms
+        return self.free_sms if apart else self.sms
 
     @property
     def max_parts(self) -> int:

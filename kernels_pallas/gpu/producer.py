@@ -21,25 +21,25 @@ from lorajax.kernels_pallas.gpu.refs import (
 )
 from lorajax.kernels_pallas.gpu.schedule import Scalar
 
-
-START = 2  #: Stages that an SM asks for before it has got the first.
+START = 2  #: Stages of a tile that are asked for before anything is read about adapters.
 
 
 def produce(plan: Plan, r: Refs, sm: Scalar) -> None:
     """Copies every operand of this SM, in the order in which the consumers take them."""
     layer, base_layer = r.layer[0], r.base_layer[0]
-    packs = schedule.packs_of(plan, r.count[0], TILE)
-    count = schedule.parts(plan, packs)
-    jobs = schedule.shrink_jobs(plan, packs, count)
-    mine = schedule.jobs_of(plan, sm, jobs)
 
-    def shrink(i, state):
-        return feed_shrink(plan, r, layer, sm + i * plan.sms, count, *state)
+    def shrinks():
+        mine, count = schedule.own_jobs(plan, r.count[0], sm)
+
+        def shrink(i, state):
+            return feed_shrink(plan, r, layer, sm + i * plan.sms, count, *state)
+
+        return lax.fori_loop(0, mine, shrink, (jnp.int32(0), jnp.int32(0)))[0]
 
     def tile(i, stage):
-        return feed_tile(plan, r, layer, base_layer, sm, count, i, stage)
+        return feed_tile(plan, r, layer, base_layer, sm, i, stage)
 
-    stage, _ = lax.fori_loop(0, mine, shrink, (jnp.int32(0), jnp.int32(0)))
+    stage = lax.cond(sm < plan.shrinkers, shrinks, lambda: jnp.int32(0))
     tiles = schedule.pieces(plan, sm)
     lax.fori_loop(0, tiles, tile, stage)
     leave(plan, r)
@@ -89,20 +89,16 @@ def feed_shrink(plan, r, layer, job, count, stage, scaled):
     return lax.fori_loop(low, high, step, stage), scaled + used.astype(jnp.int32)
 
 
-def feed_tile(plan, r, layer, base_layer, sm, count, index, stage):
+def feed_tile(plan, r, layer, base_layer, sm, index, stage):
     """Copies this SM's piece of one output tile, for part 0 the operands of the expand too."""
     tile, part, low, high = schedule.piece(plan, sm, index)
     block, column = schedule.place(plan, tile)
 
     def base(k, stage):
         slot = claim(plan, r, stage)
-        # The copies of A are on the way to memory now, and would queue behind a whole ring of w.
-        pl.when((k == low + START) & (index == 0) & (stage == START))(
-            lambda: plgpu.barrier_wait(r.full[BASE].at[0])
-        )
         copy_tokens(plan, r.x, block * plan.block, k, r, slot, BASE)
         rows = pl.ds(base_layer * plan.d_in + k * plan.depth, plan.depth)
-        source = r.w.at[rows, pl.ds(column * TILE, TILE)]
+        source = r.w.at[rows, pl.ds(column * plan.width, plan.width)]
         plgpu.copy_gmem_to_smem(source, r.ring[0].at[slot], r.full[BASE].at[slot])
         return stage + 1
 
@@ -114,7 +110,7 @@ def feed_tile(plan, r, layer, base_layer, sm, count, index, stage):
         stage, rows = state
         slot = claim(plan, r, stage)
         for j, row in enumerate(rows):
-            source = r.B.at[pl.ds(row, plan.piece), pl.ds(column * TILE, TILE)]
+            source = r.B.at[pl.ds(row, plan.piece), pl.ds(column * plan.width, plan.width)]
             to = r.ring[0].at[slot, pl.ds(j * plan.piece, plan.piece)]
             plgpu.copy_gmem_to_smem(source, to, r.full[EXPAND].at[slot])
 
@@ -127,13 +123,18 @@ def feed_tile(plan, r, layer, base_layer, sm, count, index, stage):
         return stage + 1, rows_of(e + 1)
 
     g = schedule.slice_of(plan, column)
-    extra = expand_steps(plan, r, block, part)
-    need = schedule.packs_of(plan, r.count[block], TILE)
-    rows = rows_of(0)  # while memory is idle: a load takes long behind the copies of a full ring
     done, seen = h_done(plan, r, block, g), jnp.int32(0)
     if plan.has_base:
-        middle = jnp.maximum(high - plan.stages, low)
-        stage = lax.fori_loop(low, middle, base, stage)
+        first = jnp.minimum(low + START, high)
+        stage = lax.fori_loop(low, first, base, stage)
+    # Read here: sooner it would delay the copies, later it queues behind those of a full ring.
+    _, count = schedule.own_jobs(plan, r.count[0], sm)
+    extra = expand_steps(plan, r, block, part)
+    need = schedule.packs_of(plan, r.count[block], TILE)
+    rows = rows_of(0)
+    if plan.has_base:
+        middle = jnp.maximum(high - plan.stages, first)
+        stage = lax.fori_loop(first, middle, base, stage)
         seen = sync.look(done)
         stage = lax.fori_loop(middle, high, base, stage)
     stage, _ = lax.fori_loop(0, extra, expand, (stage, rows))

@@ -64,14 +64,14 @@ def arrivals(plan: Plan) -> tuple[int, int, int]:
 
 
 def counter_sizes(plan: Plan) -> tuple[int, ...]:
-    """Counters: who has left, finished parts of h, finished h."""
+    """Counters: warpgroups that left and blocks that entered, finished parts of h, finished h."""
     shrink_tiles = plan.num_slices * plan.max_packs if plan.parts is None else 0
-    return 1, CONSUMERS * shrink_tiles, plan.blocks * plan.num_slices
+    return 2, CONSUMERS * shrink_tiles, plan.blocks * plan.num_slices
 
 
 def h_parts(plan: Plan, r: Refs, tile: Scalar, wg: Scalar) -> Ref:
     """Parts of this half of a shrink tile that are in `h_part`."""
-    return r.counters.at[1 + tile * CONSUMERS + wg]
+    return r.counters.at[2 + tile * CONSUMERS + wg]
 
 
 def h_done(plan: Plan, r: Refs, block: Scalar, g: Scalar) -> Ref:
@@ -80,10 +80,14 @@ def h_done(plan: Plan, r: Refs, block: Scalar, g: Scalar) -> Ref:
     return r.counters.at[sizes[0] + sizes[1] + block * plan.num_slices + g]
 
 
+def enter(plan: Plan, r: Refs) -> None:
+    """Says that this block has begun."""
+    sync.enter(r.counters.at[1], plan.sms)
+
+
 def leave(plan: Plan, r: Refs) -> None:
     """Says that this warpgroup will not wait for h again."""
-    sizes = counter_sizes(plan)
-    sync.leave(r.counters.at[0], 3 * plan.sms, sizes[1] + sizes[2])
+    sync.leave(r.counters.at[0], 3 * plan.sms, sum(counter_sizes(plan)) - 1)
 
 
 def rank_rows(plan: Plan, r: Refs, block: Scalar, first: Scalar, pieces: int):

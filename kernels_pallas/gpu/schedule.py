@@ -6,6 +6,7 @@ sums, each for some of the tokens. Jobs go to the first SMs first, tiles to the 
 in this order, and tiles wait for jobs.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ def place(plan: Plan, tile: Scalar) -> tuple[Scalar, Scalar]:
     """(block of tokens, column tile) of an output tile."""
     if plan.blocks == 1:
         return jnp.int32(0), tile
-    across = plan.d_out // TILE
+    across = plan.d_out // plan.width
     group = div(tile, RASTER * across)
     inside = tile - group * (RASTER * across)
     width = jnp.minimum(plan.blocks - group * RASTER, RASTER)
@@ -79,7 +80,7 @@ def slice_of(plan: Plan, column: Scalar) -> Scalar:
     found, end = jnp.int32(0), 0
     for width in plan.slices[:-1]:
         end += width
-        found += (column * TILE >= end).astype(jnp.int32)
+        found += (column * plan.width >= end).astype(jnp.int32)
     return found
 
 
@@ -93,13 +94,24 @@ def parts(plan: Plan, packs: Scalar) -> Scalar:
         return jnp.int32(plan.parts)
     tiles = jnp.maximum(packs * plan.num_slices, 1)
     sms = jnp.where(tiles <= plan.free_sms, plan.free_sms, plan.sms)
-    return jnp.clip(div(sms, tiles), 1, plan.max_parts)
+    count = jnp.clip(div(sms, tiles), 1, plan.max_parts)
+    if plan.columns <= 64:
+        return count
+    # The parts share the groups of tokens to add up: as many for each, and few sums to read.
+    return functools.reduce(lambda n, two: jnp.where(count >= two, two, n), (2, 4, 8, 16), 1)
 
 
 def shrink_jobs(plan: Plan, packs: Scalar, count: Scalar) -> Scalar:
     """Number of shrink jobs (tile of x Aᵀ, part of K) of a launch, idle ones included."""
     most = packs if plan.blocks == 1 else plan.max_packs
     return most * plan.num_slices * plan.blocks * count
+
+
+def own_jobs(plan: Plan, active: Scalar, sm: Scalar) -> tuple[Scalar, Scalar]:
+    """(number of shrink jobs of an SM, parts of each shrink tile) when `active` slots are."""
+    packs = packs_of(plan, active, TILE)
+    count = parts(plan, packs)
+    return jobs_of(plan, sm, shrink_jobs(plan, packs, count)), count
 
 
 def shrink_job(plan: Plan, job: Scalar, count: Scalar) -> tuple[Scalar, ...]:

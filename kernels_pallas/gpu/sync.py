@@ -5,10 +5,11 @@ launch; these live in an operand that every launch leaves as it found it, all ze
 operand for a constant. The last warpgroup to `leave` resets them.
 
 Every block must be resident, or a wait never ends: the grid never has more clusters than the GPU
-surely holds, and two launches must not run at the same time on one GPU. XLA runs the products of a
-model one after the other on one stream.
+surely holds. Two launches must not hold the counters at the same time: XLA runs the products of a
+model one after the other on one stream, and `enter` stops a launch that finds them held.
 """
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -97,7 +98,9 @@ def look(counter: Ref) -> Scalar:
         seen = llvm.inline_asm(i32, [address], ptx, "=r,l", has_side_effects=True)
         return mgpu.FragmentedArray.splat(seen, (), is_signed=True)
 
-    return load(counter)  # pyright: ignore[reportCallIssue]
+    seen = load(counter)  # pyright: ignore[reportCallIssue]
+    assert isinstance(seen, jax.Array)
+    return seen
 
 
 def wait_for_copies(counter: Ref, value: Scalar, seen: Scalar) -> None:
@@ -133,6 +136,27 @@ def wait_for_copies(counter: Ref, value: Scalar, seen: Scalar) -> None:
         emit(ptx, [mgpu.utils.memref_ptr(ref), *scalars, leader()], "l,r,r,b")
 
     spin(counter, *(jnp.asarray(a, jnp.int32) for a in (value, seen)))  # pyright: ignore[reportCallIssue]
+
+
+def enter(counter: Ref, blocks: int) -> None:
+    """Counts a block in; stops the launch with an error if another launch holds the counters."""
+    ptx = """{
+        .reg .pred alone;
+        .reg .u32 seen;
+        @!$2 bra DONE;
+        atom.add.relaxed.gpu.global.u32 seen, [$0], 1;
+        setp.lt.u32 alone, seen, $1;
+        @alone bra DONE;
+        trap;
+        DONE:
+    }"""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def add(_, ref):
+        most = mgpu.utils.c(blocks, ir.IntegerType.get_signless(32))
+        emit(ptx, [mgpu.utils.memref_ptr(ref), most, leader()], "l,r,b")
+
+    add(counter)  # pyright: ignore[reportCallIssue]
 
 
 def leave(counters: Ref, everyone: int, shared: int) -> None:

@@ -1,6 +1,7 @@
 """The Hopper kernel's division of work: every step exactly once, by the SMs that say so."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,8 @@ PLANS = {
     "qkv, decode": make(64, 4096, (4096, 1024, 1024)),
     "gate_up, decode": make(256, 4096, (14336, 14336), rank=64),
     "down, decode": make(1, 14336, (4096,)),
+    "gate_up, wide tiles": make(100, 4096, (14336, 14336)),
+    "qkv, 128 tokens": make(128, 4096, (4096, 1024, 1024)),
     "less work than SMs": make(16, 256, (128,)),
     "one unit": make(16, 64, (128,)),
     "a small GPU": make(64, 4096, (4096,), device=SMALL),
@@ -125,8 +128,14 @@ def test_sms_are_left_over_for_the_shrink_where_tiles_are_few(plan):
 def test_places_are_a_permutation_of_blocks_and_columns(plan):
     tiles = jnp.arange(plan.tiles, dtype=jnp.int32)
     block, column = jax.jit(jax.vmap(lambda t: schedule.place(plan, t)))(tiles)
-    found = np.asarray(block) * (plan.d_out // TILE) + np.asarray(column)
+    found = np.asarray(block) * (plan.d_out // plan.width) + np.asarray(column)
     assert sorted(found) == list(range(plan.tiles))
+
+
+def test_sms_past_the_shrinkers_have_no_shrink_jobs(plan):
+    for active in (0, 1, plan.slots):
+        jobs = each_sm(plan, lambda sm, n=active: schedule.own_jobs(plan, jnp.int32(n), sm)[0])
+        assert not np.asarray(jobs)[plan.shrinkers :].any()
 
 
 @pytest.mark.parametrize("active", [1, 5, 64])
@@ -192,6 +201,13 @@ def test_the_pipeline_fits_in_shared_memory(tokens, slices):
     used = plan.stages * plan.stage_bytes + plan.out_bytes
     assert used <= H200.shared_bytes
     assert plan.stages >= 3
+
+
+@pytest.mark.parametrize("device", [H200, SMALL], ids=["132 SMs", "20 SMs"])
+@pytest.mark.parametrize("tokens", [1, 8, 24, 32, 40, 64, 65, 100, 128, 136, 200, 256])
+def test_no_width_is_refused(device, tokens):
+    for d_in, d_out in itertools.product((128, 512, 2048, 4096, 14336), range(128, 8192, 128)):
+        assert unsupported(make(tokens, d_in, (d_out,), device=device)) is None, (d_in, d_out)
 
 
 @pytest.mark.parametrize(
