@@ -17,9 +17,7 @@ from lorajax.kernels_pallas.weights import LoraWeights
 
 IMPLEMENTATIONS = {
     "mosaic_tpu": Implementation(mosaic_tpu.lora_linear, "tpu", mosaic_tpu.unsupported),
-    "mosaic_gpu": Implementation(
-        mosaic_gpu.lora_linear, "gpu", mosaic_gpu.unsupported, default=False
-    ),
+    "mosaic_gpu": Implementation(mosaic_gpu.lora_linear, "gpu", mosaic_gpu.unsupported),
     "xla": Implementation(xla.lora_linear, None, always),
 }
 

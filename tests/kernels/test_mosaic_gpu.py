@@ -18,6 +18,7 @@ SHAPES = {
     "rank 8": (8, 1, 8, 8, 256, (128, 128), None),
     "rank 64": (256, 2, 64, 64, 14336, (4096,), None),
     "rank 128": (20, 1, 4, 128, 1024, (1024,), None),
+    "wide tiles": (100, 1, 16, 16, 1024, (14336, 14336), None),
     "odd tokens": (75, 1, 8, 16, 1024, (1024,), None),
     "prefill": (2048, 2, 16, 16, 4096, (4096, 1024, 1024), None),
     "prefill, short blocks": (300, 1, 16, 16, 1024, (1024,), 64),
@@ -87,7 +88,7 @@ def test_stacked_arrays_go_in_whole():
 def test_the_counters_are_a_constant_and_not_filled_before_each_launch():
     text = lower(SHAPES["merged"], "lora_linear").as_text()
     call = next(line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
-    assert call.split("tensor<1xi32>, tensor<1xi32>, tensor<")[1].startswith("53xi32>")
+    assert call.split("tensor<1xi32>, tensor<1xi32>, tensor<")[1].startswith("54xi32>")
     assert "279585296" in text or "0x" in text  # the mark that keeps it from being a plain zero
 
 
@@ -126,7 +127,17 @@ def test_an_unsupported_shape_is_refused_with_the_shape():
         lower(shape, "lora_linear")
 
 
-def test_it_has_to_be_asked_for():
-    for api in (linear_api, add_api, delta_api):
-        assert not api.IMPLEMENTATIONS["mosaic_gpu"].default
-        assert list(api.IMPLEMENTATIONS)[-1] == "xla"
+def test_the_default_is_what_was_measured_to_be_fastest():
+    default = {
+        api: api.IMPLEMENTATIONS["mosaic_gpu"].default for api in (linear_api, add_api, delta_api)
+    }
+    assert default == {linear_api: True, add_api: False, delta_api: False}
+    assert all(list(api.IMPLEMENTATIONS)[-1] == "xla" for api in default)
+
+
+def test_a_hopper_gpu_takes_it_unasked(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    kinds = {"NVIDIA H200": 1, "NVIDIA A100-SXM4-80GB": 0}
+    for kind, kernels in kinds.items():
+        text = lower(SHAPES["merged"], "lora_linear", implementation=None, kind=kind).as_text()
+        assert text.count("custom_call @mosaic_gpu") == kernels

@@ -25,6 +25,8 @@ CASES = {
     "rank 128": (20, 8, 128, 4096, (4096,), 5),
     "four parts": (40, 8, 16, 4096, (3072,), 4),
     "shrink on all SMs": (64, 64, 64, 4096, (4096,), 64),
+    "wide tiles": (100, 16, 16, 1024, (14336, 14336), 4),
+    "128 tokens": (128, 64, 16, 4096, (4096, 1024, 1024), 8),
     "two blocks": (512, 16, 16, 4096, (4096,), 4),
     "prefill": (2048, 16, 16, 4096, (4096, 1024, 1024), 8),
 }
@@ -116,6 +118,25 @@ def test_nan_stays_with_its_adapter_and_its_row():
     hurt[bad_row] = True
     assert np.isnan(y[hurt].astype(np.float32)).all(axis=1).all()
     assert (y[~hurt] == clean[~hurt]).all()
+
+
+def test_products_that_do_not_depend_on_each_other_in_one_program():
+    """Launches that overlap would share counters: the kernel stops with an error if they do."""
+    x, w, weights, rows = make((16, 8, 16, 1024, (1024,), 3), seed=5)
+    routing = make_routing(jnp.asarray(rows), jnp.arange(rows.shape[0]))
+
+    @jax.jit
+    def several(x, w, weights, routing):
+        call = functools.partial(lora_linear, x, w, routing=routing, implementation="mosaic_gpu")
+        return [call(weights, layer=i % 2, base_layer=i % 2) for i in range(8)]
+
+    for _ in range(50):
+        found = several(x, w, weights, routing)
+    for i, y in enumerate(found):
+        alone = lora_linear(
+            x, w, weights, routing, layer=i % 2, base_layer=i % 2, implementation="mosaic_gpu"
+        )
+        assert (np.asarray(y) == np.asarray(alone)).all()
 
 
 def test_multiplications_do_not_wait_for_each_other(monkeypatch, tmp_path):
