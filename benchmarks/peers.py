@@ -32,9 +32,8 @@ def ours(files: list[Path]) -> tuple[dict[Cell, dict[str, Any]], list[str]]:
     found, places = {}, []
     for file in files:
         data = json.loads(file.read_text())
-        places.append(
-            f"{data['device']}, JAX {data['jax']}, {data['model']}, {data['layers']} layers"
-        )
+        place = f"{data['device']}, JAX {data['jax']}, {data['model']}, {data['layers']} layers"
+        places = [p for p in places if p != place] + [place]
         for record in data["cells"]:
             if "added_us" in record and record["rank"].isdigit():
                 phase = "decode" if record["tokens"] <= 256 else "prefill"
