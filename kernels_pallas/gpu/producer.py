@@ -124,8 +124,8 @@ def feed_tile(plan, r, layer, base_layer, sm, index, stage):
 
     g = schedule.slice_of(plan, column)
     done, seen = h_done(plan, r, block, g), jnp.int32(0)
+    first = jnp.minimum(low + START, high)
     if plan.has_base:
-        first = jnp.minimum(low + START, high)
         stage = lax.fori_loop(low, first, base, stage)
     # Read here: sooner it would delay the copies, later it queues behind those of a full ring.
     _, count = schedule.own_jobs(plan, r.count[0], sm)

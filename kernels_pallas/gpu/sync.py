@@ -96,6 +96,7 @@ def look(counter: Ref) -> Scalar:
         address = mgpu.utils.memref_ptr(ref)
         ptx = "ld.acquire.gpu.global.s32 $0, [$1];"
         seen = llvm.inline_asm(i32, [address], ptx, "=r,l", has_side_effects=True)
+        assert isinstance(seen, ir.Value)
         return mgpu.FragmentedArray.splat(seen, (), is_signed=True)
 
     seen = load(counter)  # pyright: ignore[reportCallIssue]
