@@ -22,6 +22,7 @@ from typing import Any
 
 import cublas_graph
 import jax
+import jobs
 from checks import check
 from clocks import compiled, median_us, profile
 from gpu_layers import (
@@ -56,6 +57,7 @@ def options(doc: str, *, layers: int) -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, help="draw them to this PNG")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after this time")
     parser.add_argument("--glue", choices=("compiled", "eager", "none"), default="compiled")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--torch-python", default=sys.executable, help="for cuBLAS")
     return parser
 
@@ -84,24 +86,66 @@ class Bench:
         self.weights = make_weights(self.shapes, self.layers)
         self.flat = unstack(self.weights)
         self.base_us: dict[int, float] = {}
+        self.programs: dict[tuple, tuple[Callable, float]] = {}
+        self.errors: dict[Case, dict[str, float]] = {}
 
-    def run(self, cases: Iterable[Case]) -> Iterator[dict[str, Any]]:
-        """The record of each cell; those that share slots come one after the other."""
+    def arrays(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Any, list]]:
+        """Each cell with its adapters; those that share them come one after the other."""
         slots_of = lambda case: (case.slot_rank, case.slots)
         for (rank, slots), group in itertools.groupby(sorted(cases, key=slots_of), slots_of):
             adapters = make_adapters(self.shapes, self.layers, slots, rank)
             each = unstack(adapters) if "xla" in self.forms else []
-            of_tokens = lambda case: case.tokens
-            for _, same in itertools.groupby(sorted(group, key=of_tokens), of_tokens):
-                programs: dict[str, tuple[Callable, float]] = {}
-                for case in same:
-                    yield self.cell(case, adapters, each, programs)
+            for case in sorted(group, key=lambda case: case.tokens):
+                yield case, adapters, each
+
+    def prepare(self, cases: Iterable[Case]) -> None:
+        """Checks cells and compiles what they need, so that `run` has only to time it."""
+        for case, adapters, each in self.arrays(cases):
+            self.check(case, adapters)
+            self.base_program(case)
+            for form in self.forms:
+                self.program(form, case, adapters, each)
+
+    def run(self, cases: Iterable[Case]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(name of the device, record) of each cell."""
+        for case, adapters, each in self.arrays(cases):
+            yield jax.devices()[0].device_kind, self.cell(case, adapters, each)
+
+    def check(self, case: Case, adapters) -> dict[str, float]:
+        """The errors of a cell, computed once."""
+        if case not in self.errors:
+            self.errors[case] = check(
+                self.shapes, case, self.weights, adapters, self.implementation
+            )
+        return self.errors[case]
+
+    def base_program(self, case: Case) -> Callable:
+        """The base step of a cell's tokens, compiled once."""
+        key = ("base", case.tokens)
+        if key not in self.programs:
+            x, _ = make_inputs(self.shapes, case)
+            step = functools.partial(base_step, self.shapes)
+            self.programs[key] = compiled(step, x, self.flat)
+        return self.programs[key][0]
+
+    def program(self, form: str, case: Case, adapters, each) -> tuple[Callable, float]:
+        """The step of a form, compiled once for its tokens and slots, and seconds to the first."""
+        key = (form, case.tokens, case.slots, case.slot_rank)
+        if key not in self.programs:
+            x, rows = make_inputs(self.shapes, case)
+            step = functools.partial(*self.step(form))
+            self.programs[key] = compiled(step, x, *self.operands(form, adapters, each), rows)
+        return self.programs[key]
+
+    def operands(self, form: str, adapters, each) -> tuple:
+        """Weights and adapters as a form takes them."""
+        return (self.flat, each) if form == "xla" else (self.weights, adapters)
 
     def base(self, case: Case) -> dict[str, float]:
         """Microseconds a layer of the base step, by way to compute it."""
         if case.tokens not in self.base_us:
             x, _ = make_inputs(self.shapes, case)
-            program, _ = compiled(functools.partial(base_step, self.shapes), x, self.flat)
+            program = self.base_program(case)
             self.base_us[case.tokens] = median_us(program, x, self.flat) / self.layers
         found = {"base_xla_us": self.base_us[case.tokens]}
         if case.tokens in self.cublas:
@@ -109,21 +153,18 @@ class Bench:
             found |= {"base_cublas_us": record["layer_us"], "products_us": record["products_us"]}
         return found
 
-    def cell(self, case: Case, adapters, each, programs) -> dict[str, Any]:
-        """All figures of one cell; `programs` keeps what is compiled for its tokens and slots."""
+    def cell(self, case: Case, adapters, each) -> dict[str, Any]:
+        """All figures of one cell."""
         record = {"tokens": case.tokens, "adapters": case.adapters, "rank": case.rank}
         record |= {"slot_rank": case.slot_rank, "slots": case.slots}
         record["floor_us"] = case.floor_us(self.shapes)
-        record["errors"] = check(self.shapes, case, self.weights, adapters, self.implementation)
+        record["errors"] = self.check(case, adapters)
         record |= self.base(case)
         base = min(record[k] for k in ("base_xla_us", "base_cublas_us") if k in record)
         x, rows = make_inputs(self.shapes, case)
         for form in self.forms:
-            step = functools.partial(*self.step(form))
-            arrays = (self.flat, each) if form == "xla" else (self.weights, adapters)
-            if form not in programs:
-                programs[form] = compiled(step, x, *arrays, rows)
-            program, record[f"{form}_first_s"] = programs[form]
+            arrays = self.operands(form, adapters, each)
+            program, record[f"{form}_first_s"] = self.program(form, case, adapters, each)
             record[f"{form}_us"] = median_us(program, x, *arrays, rows) / self.layers
             if form != "xla":
                 none = median_us(program, x, *arrays, rows * 0) / self.layers
@@ -180,6 +221,12 @@ def show_profile(case: Case, form: str, found, record, layers: int) -> dict[str,
     return parts | {"kernels": kernels}
 
 
+def bench_of(args: argparse.Namespace, cublas: dict[int, dict]) -> Bench:
+    """The model of the options."""
+    forms = tuple(args.forms.split(","))
+    return Bench(MODELS[args.model], args.layers, args.implementation, forms, cublas, args.profile)
+
+
 def main(args: argparse.Namespace, cases: list[Case]) -> list[dict[str, Any]]:
     """Measures cells, prints them, and writes what was asked for."""
     deadline = time.monotonic() + args.seconds
@@ -187,18 +234,20 @@ def main(args: argparse.Namespace, cases: list[Case]) -> list[dict[str, Any]]:
     cublas = {}
     if args.glue != "none":
         cublas = cublas_graph.measure(args.model, tokens, args.layers, args.glue, args.torch_python)
-    device = jax.devices()[0].device_kind
-    print(f"jax {jax.__version__}, {device}, {args.model}, {args.layers} layers, us a layer")
-    forms = tuple(args.forms.split(","))
-    bench = Bench(MODELS[args.model], args.layers, args.implementation, forms, cublas, args.profile)
+    print(f"jax {jax.__version__}, {args.model}, {args.layers} layers, us a layer", flush=True)
     records: list[dict[str, Any]] = []
-    about = {"device": device, "jax": jax.__version__, "model": args.model, "layers": args.layers}
-    for record in bench.run(cases):
+    make_bench = functools.partial(bench_of, args, cublas)
+    one = args.jobs == 1
+    measured = make_bench().run(cases) if one else jobs.in_turn(make_bench, cases, args.jobs)
+    for device, record in measured:
         records.append(record)
+        about = {"device": device, "jax": jax.__version__, "model": args.model}
         if args.json:
-            args.json.write_text(json.dumps(about | {"cells": records}, indent=1) + "\n")
+            whole = about | {"layers": args.layers, "cells": records}
+            args.json.write_text(json.dumps(whole, indent=1) + "\n")
         if time.monotonic() > deadline:
             break
+    measured.close()
     if len(records) < len(cases):
         print(f"out of time: {len(cases) - len(records)} of {len(cases)} cells not measured")
     if args.plot:

@@ -9,6 +9,7 @@ import gpu_forms
 import gpu_layers
 import jax
 import jax.numpy as jnp
+import jobs
 import measure
 import mesh
 import numpy as np
@@ -21,6 +22,7 @@ from shapes import MODELS, Case, Shapes
 
 from lorajax.kernels_pallas.gpu.plan import Device
 from lorajax.sharding import Partition
+from tests.benchmarks import clockwork
 from tests.sharding.support import mesh_of
 
 TINY = Shapes(hidden=64, q=64, kv=32, ffn=128, head=8)
@@ -113,12 +115,34 @@ def test_the_check_passes_what_is_right_and_stops_what_is_not(arrays, monkeypatc
 def test_a_record_has_every_form_and_the_faster_base():
     cublas = {6: {"layer_us": 1e-3, "products_us": 1e-4}}
     bench = measure.Bench(TINY, 2, "xla", ("xla", "loop", "unrolled"), cublas)
-    (record,) = bench.run([CASE])
+    bench.prepare([CASE])
+    prepared = dict(bench.programs)
+    ((device, record),) = bench.run([CASE])
+    assert bench.programs == prepared  # nothing is compiled while it is timed
+    assert device == jax.devices()[0].device_kind
     assert record["base_us"] == record["base_cublas_us"] == 1e-3
     mine = min(record["loop_us"], record["unrolled_us"])
     assert record["retention"] == 1e-3 / mine
     assert record["added_us"] == mine - 1e-3
     assert {"xla_us", "loop_none_us", "unrolled_none_us", "loop_first_s"} <= record.keys()
+
+
+def test_processes_prepare_side_by_side_and_measure_in_turn():
+    cases = [Case.of(t, d, 16) for t, d in ((8, 1), (64, 8), (8, 8), (256, 8))]
+    found = [record for _, record in jobs.in_turn(clockwork.Bench, cases, 2)]
+    assert sorted(r["case"].tokens for r in found) == [8, 8, 64, 256]
+    prepared, starts, ends = zip(*(r["times"] for r in found), strict=True)
+    assert max(prepared) < min(starts)
+    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+    with pytest.raises(RuntimeError, match="one ended before that"):
+        list(jobs.in_turn(clockwork.Broken, cases, 2))
+
+
+def test_cells_of_the_same_tokens_stay_in_one_process():
+    cases = [Case.of(t, 1, r) for t in (1, 8, 64) for r in (8, 16)]
+    found = jobs.shares(cases, 2)
+    assert [sorted({c.tokens for c in share}) for share in found] == [[1, 64], [8]]
+    assert len(jobs.shares(cases, 8)) == 3
 
 
 def test_a_profile_is_summed_by_kind_with_its_gaps():
