@@ -1,7 +1,9 @@
-"""Counts backend compiles in a test."""
+"""Counts backend compiles in a test, or makes them quick."""
 
 import contextlib
 from collections.abc import Iterator
+
+import jax
 
 from lorajax.engine import CompileCounter
 
@@ -15,3 +17,17 @@ class CompileCheck(CompileCounter):
         before = self.count
         yield
         assert self.count == before, f"{self.count - before} new compiles"
+
+
+@contextlib.contextmanager
+def quick_compiles() -> Iterator[None]:
+    """Compiles take half as long inside: XLA's passes and fusions are the same, LLVM does less.
+
+    For tests that compare no bits of different programs. A jitted function keeps what was compiled
+    inside, so it must not be one that such a test calls with the same shapes.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)

@@ -4,7 +4,7 @@ import jax
 import jaxtyping
 import pytest
 
-from tests.compiles import CompileCheck
+from tests.compiles import CompileCheck, quick_compiles
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -16,6 +16,12 @@ def compiles():
     """Counts backend compiles while the test runs: `with compiles.none(): ...`."""
     with CompileCheck() as counter:
         yield counter
+
+
+@pytest.fixture(name="quick_compiles")
+def _quick_compiles():
+    with quick_compiles():
+        yield
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from shapes import MODELS, Case, Shapes
 from lorajax.kernels_pallas.gpu.plan import Device
 from lorajax.sharding import Partition
 from tests.benchmarks import clockwork
+from tests.compiles import quick_compiles
 from tests.sharding.support import mesh_of
 
 TINY = Shapes(hidden=64, q=64, kv=32, ffn=128, head=8)
@@ -36,9 +37,8 @@ def few_resident():
     """Two adapters in the slots, and quick compiles: only results are looked at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "RESIDENT", (2, 64))
-        jax.config.update("jax_disable_most_optimizations", True)
-        yield
-        jax.config.update("jax_disable_most_optimizations", False)
+        with quick_compiles():
+            yield
 
 
 @pytest.fixture(scope="module")

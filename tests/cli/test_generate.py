@@ -17,6 +17,8 @@ from lorajax.cli.app import app
 from lorajax.cli.generate import GenerateOptions, generate
 from tests.engine import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 EOS = frozenset({tiny.BASE.eos_token_id})
 
 

@@ -11,6 +11,8 @@ from lorajax.cli.app import app
 from tests import hf
 from tests.models import float64
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CONFIG = hf.BASES["qwen2"]  # tied
 PROMPT, TOKENS = [5, 17, 88, 40], 4
 

@@ -13,6 +13,9 @@ from lorajax.models import load_model
 from lorajax.runtime import AdapterManager
 from tests.engine import tiny
 
+# One worker compiles the steps for all of these.
+pytestmark = [pytest.mark.xdist_group("engine"), pytest.mark.usefixtures("quick_compiles")]
+
 MIX = {"sql": 0.5, "chat": -0.75}
 #: Adapters take 1, 1, 2, 1 and 4 slots; there are 4.
 CHOICES = [None, "sql", "deep", "law", None, MIX, "phi", "chat", "deep"]

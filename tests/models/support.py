@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from lorajax import Adapter, LoraSpec, LoraState, init_state, models, write_slots
@@ -17,6 +18,16 @@ from tests.goldens.rows import LENGTHS, PROMPT, STEPS, TOKENS
 split = nnx.split
 prefill = jax.jit(models.prefill, static_argnums=0)
 decode = jax.jit(models.decode, static_argnums=0)
+
+
+def together(family: str, dtype: str = "float32") -> pytest.MarkDecorator:
+    """The tests of one model go to one worker, which compiles its steps once."""
+    return pytest.mark.xdist_group(f"{family}-{dtype}")
+
+
+def cases(*families: str, dtype: str = "float32") -> list[Any]:
+    """Values of a test's `family`, each marked so."""
+    return [pytest.param(family, marks=together(family, dtype)) for family in families]
 
 
 @functools.cache

@@ -30,8 +30,14 @@ def bits(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).view(np.uint32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(family, dtype, marks=support.together(family, dtype))
+        for family in ("llama3", "qwen2", "qwen3")
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def test_base_rows_are_bit_equal(family, dtype):
     model = support.decoder(family, dtype)
     spec = support.spec_for(family, dtype=dtype)

@@ -35,7 +35,7 @@ def reference(config: dict, tensors: dict[str, np.ndarray], row: int) -> np.ndar
     return out[LEN[row] - 1 :]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", support.cases("qwen2", "qwen3"))
 def test_float64_reference_agrees_with_float32(family):
     config = hf.BASES[family]
     got = support.run(support.decoder(family), None, None, TOK, LEN)
@@ -44,7 +44,7 @@ def test_float64_reference_agrees_with_float32(family):
     assert support.errors(got, want).max() < 1e-5
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", support.cases("qwen2", "qwen3", dtype="bfloat16"))
 def test_no_worse_than_twice_the_merged_model(family):
     config, seeds = hf.BASES[family], (1, 2, 3)
     spec = support.spec_for(family, dtype="bfloat16")

@@ -18,7 +18,7 @@ def golden(family: str) -> np.ndarray:
         return file["logits"]
 
 
-@pytest.mark.parametrize("family", hf.BASES)
+@pytest.mark.parametrize("family", support.cases(*hf.BASES))
 def test_mixed_batch_equals_peft(family):
     spec = support.spec_for(family)
     adapters = {form: support.adapter(form, family, spec) for form in FORMS}

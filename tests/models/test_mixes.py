@@ -9,6 +9,7 @@ from tests.goldens.rows import LENGTHS, TOKENS
 from tests.models import float64, support
 
 FAMILY = "qwen2"
+pytestmark = support.together(FAMILY)
 CONFIG = hf.BASES[FAMILY]
 MIXES = ({"plain": 0.5, "rslora": -1.25}, {"patterns": 2.0}, {}, {"plain": 1.0, "qv": 1.0})
 N = len(MIXES)

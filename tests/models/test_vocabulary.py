@@ -26,7 +26,8 @@ def spoilt(adapter, target, part, at):
     return dataclasses.replace(adapter, arrays=arrays)
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral"])
+# Of each two families, one has a tied head.
+@pytest.mark.parametrize("family", support.cases("llama3", "qwen3", dtype="bfloat16"))
 def test_a_broken_adapter_stays_alone(family):
     model, spec = support.decoder(family, "bfloat16"), support.spec_for(family, dtype="bfloat16")
     forms = {form: support.adapter(form, family, spec) for form in hf.VOCABULARY}
@@ -48,7 +49,7 @@ def test_a_broken_adapter_stays_alone(family):
         np.testing.assert_array_equal(bits(got[others]), bits(sound[others]))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama2"])  # a tied base, and one that is not
+@pytest.mark.parametrize("family", support.cases("qwen2", "qwen3"))
 def test_mixes_equal_merged_weights(family):
     config, model, spec = hf.BASES[family], support.decoder(family), support.spec_for(family)
     forms = {form: support.adapter(form, family, spec) for form in hf.VOCABULARY}
@@ -71,6 +72,7 @@ def test_mixes_equal_merged_weights(family):
         assert support.errors(again, want).max() < 1e-5
 
 
+@support.together("llama3")
 @pytest.mark.parametrize("form", ["embedding", "head"])
 def test_a_state_of_one_target(form, compiles):
     """Adapters of nothing else: served, evicted and served again without a compile."""

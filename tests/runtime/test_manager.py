@@ -9,6 +9,8 @@ import lorajax as lj
 from lorajax.runtime import AdapterManager, CacheKey
 from tests.runtime.support import D, L, R, assert_state_is_table, make_adapter, make_spec
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SPEC = make_spec(4)
 
 

@@ -20,6 +20,8 @@ from tests.runtime.support import (
     step,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SPEC = make_spec(5)
 PARAMS = base_weights(SPEC)
 X = np.random.default_rng(1).normal(size=(3, D)).astype(np.float32)

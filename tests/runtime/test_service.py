@@ -25,6 +25,8 @@ from tests.runtime.support import (
     step,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 NAMES = [f"a{i}" for i in range(8)]
 RANKS = (3, 8, 12, 20)
 

@@ -31,6 +31,7 @@ def say(**fields) -> None:
 def main() -> None:
     port, num, index, folder = *map(int, sys.argv[1:4]), Path(sys.argv[4])
     jax.config.update("jax_num_cpu_devices", 4 // num)
+    jax.config.update("jax_disable_most_optimizations", True)  # as tests.compiles.quick_compiles
     connect(f"localhost:{port}", num, index, timeout=TIMEOUT)
     partition = Partition.of(jax.make_mesh(tuple(AXES.values()), tuple(AXES)))
     base, sources = folder / "base", {name: folder / name for name in tiny.ADAPTERS}

@@ -37,6 +37,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(("axes", "axis_type", "base"), CASES)
 def test_on_cpu(axes, axis_type, base):
     config, partition = (
@@ -52,6 +53,7 @@ def test_on_cpu(axes, axis_type, base):
     assert counted[1] == base
 
 
+@pytest.mark.usefixtures("quick_compiles")
 def test_what_fully_sharded_slots_cost():
     """In each layer all-gathers of h for q|k|v and gate|up, all-reduces of h for o and down."""
     config = config_of("llama2", 2, num_hidden_layers=2)

@@ -121,14 +121,6 @@ def life(served, nothing_compiles):
     return np.stack(logits)
 
 
-@pytest.fixture
-def quick_compiles():
-    """Compiling is what many meshes take time for; it halves without optimisation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def on_one_device(family, kv_heads):
     return life(Served(family, kv_heads), contextlib.nullcontext)
@@ -162,18 +154,18 @@ def test_a_mesh_gives_what_one_device_gives(family, kv_heads, axes, axis_type, f
         assert leaf.sharding.is_equivalent_to(served.partition.sharding(*CACHE_AXES), leaf.ndim)
 
 
-@pytest.mark.parametrize("fully", [False, True])
-def test_base_rows_are_bit_equal_on_a_mesh(fully):
+def test_base_rows_are_bit_equal_on_a_mesh():
     partition = Partition.of(mesh_of(data=2, tensor=4))
-    served = Served("llama_bias", 2, partition, fully=fully)
-    served.load("rslora", [2])
     weights = weights_of([{"a": 9.0} if mix else {} for mix in MIXES], {"a": [2]}, SLOTS)
-    got = [served.start(weights), served.step(weights)]
-    served.state = None
-    want = [served.start(None), served.step(None)]
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a[BASE].view(np.uint32), b[BASE].view(np.uint32))
-        assert (a[1] != b[1]).any()
+    plain = Served("llama_bias", 2, partition)
+    plain.state = None
+    want = [plain.start(None), plain.step(None)]
+    for fully in (False, True):
+        served = Served("llama_bias", 2, partition, fully=fully)
+        served.load("rslora", [2])
+        for a, b in zip([served.start(weights), served.step(weights)], want, strict=True):
+            np.testing.assert_array_equal(a[BASE].view(np.uint32), b[BASE].view(np.uint32))
+            assert (a[1] != b[1]).any()
 
 
 def test_param_shardings():

@@ -13,6 +13,7 @@ from tests.cli.test_generate import GOOD, arguments, check, files, read_lines, w
 from tests.sharding.test_processes import free_port
 
 __all__ = ["files"]  # the fixture
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 LINES = [{k: v for k, v in line.items() if k != "prompt"} for line in GOOD if "prompt_ids" in line]
 
@@ -22,7 +23,7 @@ def is_served(path, default=5):
         check(line, record, logprobs=True, default=default)
 
 
-@pytest.mark.parametrize("fully", [[], ["--fully-sharded"]])
+@pytest.mark.parametrize("fully", [pytest.param([], marks=pytest.mark.meshes), ["--fully-sharded"]])
 def test_on_a_mesh(fully, files, tmp_path):
     write_lines(tmp_path / "in.jsonl", LINES)
     extra = ["--mesh", "data=2,tensor=4", "--slots", "4", "--logprobs", "--max-tokens", "5"]
@@ -63,7 +64,7 @@ def run_two(files, tmp_path, inputs):
         extra += ["--coordinator", f"localhost:{port}", "--num-processes", "2"]
         command = [sys.executable, "-c", "from lorajax.cli import main; main()"]
         command += arguments(files, tmp_path / str(i), *extra, "--process-id", str(i))
-        env = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+        env = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         running.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
     try:
         errors = [process.communicate(timeout=120)[1] for process in running]

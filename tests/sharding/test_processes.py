@@ -15,6 +15,7 @@ import lorajax as lj
 from lorajax.engine import Engine, Steps
 from lorajax.models import load_model, synthetic
 from lorajax.sharding import ProcessError, agree
+from tests.compiles import quick_compiles
 from tests.core.test_state import make_adapter, make_spec, slot_arrays
 from tests.engine import tiny
 from tests.sharding.phases import SLOTS, phases
@@ -40,7 +41,8 @@ def one_process(folder):
     spec = lj.LoraSpec.from_hf_config(base, num_slots=SLOTS, slot_rank=16)
     manager = lj.AdapterManager(spec, sources={name: folder / name for name in tiny.ADAPTERS})
     engine = Engine(Steps(load_model(base)), manager, num_rows=2, max_length=32)
-    return dict(phases(engine, folder))
+    with quick_compiles():
+        return dict(phases(engine, folder))
 
 
 def free_port():

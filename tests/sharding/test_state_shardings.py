@@ -9,6 +9,8 @@ from lorajax.sharding import AxisRules, Partition, state_shardings
 from tests.core.test_state import make_adapter, slot_arrays
 from tests.sharding.support import mesh_of
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 TARGETS = (
     lj.Target("qkv", 16, (16, 8, 8), ("q", "k", "v"), heads=(8, 4, 4)),
     lj.Target("gate_up", 16, (24, 24), ("gate", "up")),
@@ -35,7 +37,10 @@ MESHES = [
 ]
 
 
-@pytest.fixture(params=MESHES, ids=str)
+# The tests of a mesh go to one worker, which compiles its writes once.
+@pytest.fixture(
+    params=[pytest.param(m, id=str(m), marks=pytest.mark.xdist_group(f"slots-{m}")) for m in MESHES]
+)
 def mesh(request):
     axes, axis_type = request.param
     return mesh_of(axis_type, **axes)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import lorajax as lj
 from lorajax.sharding import Partition, sharded, state_shardings
+from tests.compiles import quick_compiles
 from tests.core import test_apply as dense
 from tests.core import test_vocabulary as one
 from tests.models.support import errors, weights_of
@@ -31,7 +32,8 @@ CASES = [
         )
     ),
 ]
-TARGETS = ("embed_tokens", "lm_head")
+#: One layer: they are outside of it.
+SIZES = {"num_hidden_layers": 1, "targets": ("embed_tokens", "lm_head")}
 
 
 def life(served, nothing_compiles):
@@ -52,15 +54,14 @@ def life(served, nothing_compiles):
 
 @functools.cache
 def on_one_device(family, vocab):
-    return life(
-        decoder.Served(family, 4, vocab_size=vocab, targets=TARGETS), contextlib.nullcontext
-    )
+    with quick_compiles():
+        return life(decoder.Served(family, 4, vocab_size=vocab, **SIZES), contextlib.nullcontext)
 
 
 @pytest.mark.parametrize(("family", "vocab", "axes", "axis_type"), CASES)
 def test_a_mesh_gives_what_one_device_gives(family, vocab, axes, axis_type, compiles):
     partition = Partition.of(mesh_of(axis_type, **axes))
-    served = decoder.Served(family, 4, partition, vocab_size=vocab, targets=TARGETS)
+    served = decoder.Served(family, 4, partition, vocab_size=vocab, **SIZES)
     got, want = life(served, compiles.none), on_one_device(family, vocab)
     assert errors(got, want).max() < 1e-5
     cut = P(None, None, None, None, "tensor" if vocab == 96 else None)
@@ -76,11 +77,12 @@ def test_a_mesh_gives_what_one_device_gives(family, vocab, axes, axis_type, comp
         assert errors(np.delete(a, base, 0), np.delete(b, base, 0)).min() > 1e-3
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("axes", [{"data": 2, "tensor": 4}, {"fsdp": 2, "tensor": 4}])
 def test_collectives_of_a_step_are_the_bases(axes, tied):
     config = config_of("qwen2", 2, num_hidden_layers=1, tie_word_embeddings=tied)
-    partition, targets = Partition.of(mesh_of(**axes)), ("q_proj", "o_proj", *TARGETS)
+    partition, targets = Partition.of(mesh_of(**axes)), ("q_proj", "o_proj", *SIZES["targets"])
     base, lora = (
         collectives(compiled_decode(config, partition, lora=lora, targets=targets).as_text())
         for lora in (False, True)
@@ -97,6 +99,7 @@ MESHES = [
 IDS = np.array([*one.IDS, 5], np.int32)
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(("axes", "axis_type"), MESHES)
 def test_ops_equal_float64(axes, axis_type):
     mesh, spec = mesh_of(axis_type, **axes), one.make_spec()
