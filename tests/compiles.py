@@ -21,7 +21,7 @@ class CompileCheck(CompileCounter):
 
 @contextlib.contextmanager
 def quick_compiles() -> Iterator[None]:
-    """Compiles take half as long inside: XLA's passes and fusions are the same, LLVM does less.
+    """Compiles take half as long inside, since LLVM optimises less.
 
     For tests that compare no bits of different programs. A jitted function keeps what was compiled
     inside, so it must not be one that such a test calls with the same shapes.

@@ -9,13 +9,10 @@ from lorajax import ModelError, SpecError, init_state, models
 from tests import hf
 from tests.models import support
 
-pytestmark = [pytest.mark.xdist_group("steps"), pytest.mark.usefixtures("quick_compiles")]
-
 FAMILY, N, C = "mistral_window", 4, 12
+pytestmark = support.together(FAMILY)
 MODEL = support.decoder(FAMILY)
 GRAPH, PARAMS = support.split(MODEL)
-PREFILL = jax.jit(models.prefill, static_argnums=0)
-DECODE = jax.jit(models.decode, static_argnums=0)
 TOKENS = (hf.uniform("steps", (N, C), 1.0) * 20 + 48).astype(np.int32)
 
 
@@ -26,13 +23,13 @@ def empty(fill: float = 0.0) -> models.KVCache:
 
 def prefill(cache, tokens, lengths, rows):
     lengths, rows = (np.asarray(x, np.int32) for x in (lengths, rows))
-    logits, cache = PREFILL(GRAPH, PARAMS, None, cache, tokens, lengths, rows, None)
+    logits, cache = support.prefill(GRAPH, PARAMS, None, cache, tokens, lengths, rows, None)
     return np.asarray(logits), cache
 
 
 def decode(cache, tokens, positions):
     tokens, positions = (np.asarray(x, np.int32) for x in (tokens, positions))
-    logits, cache = DECODE(GRAPH, PARAMS, None, cache, tokens, positions, None)
+    logits, cache = support.decode(GRAPH, PARAMS, None, cache, tokens, positions, None)
     return np.asarray(logits), cache
 
 
@@ -144,7 +141,7 @@ def test_nothing_compiles_anew(compiles):
         weights = rng.uniform(size=(N, 2)).astype(np.float32)
         rows, lengths = rng.permutation(N)[:2], rng.integers(0, 7, 2)
         tokens = rng.integers(0, 96, (2, 6)).astype(np.int32)
-        _, cache = PREFILL(
+        _, cache = support.prefill(
             GRAPH,
             PARAMS,
             state,
@@ -154,7 +151,7 @@ def test_nothing_compiles_anew(compiles):
             rows.astype(np.int32),
             weights,
         )
-        DECODE(
+        support.decode(
             GRAPH,
             PARAMS,
             state,
