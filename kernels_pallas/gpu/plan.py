@@ -137,9 +137,14 @@ class Plan:
         return (56, 224) if self.columns <= 128 else (40, 232)
 
     @property
+    def token_bytes(self) -> int:
+        """Shared memory of the tokens of one pipeline stage."""
+        return self.columns * self.depth * 2
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of one pipeline stage: a tile of weights and one of tokens."""
-        return (self.width + self.columns) * self.depth * 2
+        return self.width * self.depth * 2 + self.token_bytes
 
     @property
     def out_bytes(self) -> int:
@@ -164,7 +169,7 @@ class Plan:
         short = self.columns <= 32 or self.d_in // self.split < 2048
         if not short:
             return self.most_stages
-        inbox = -(-self.inbox_bytes // (self.columns * self.depth * 2))
+        inbox = -(-self.inbox_bytes // self.token_bytes)
         return min(max(SHORT_RING // self.stage_bytes, inbox), self.most_stages)
 
     @cached_property
@@ -269,7 +274,7 @@ def unsupported(plan: Plan) -> str | None:
             f"a block needs 2 stages in {plan.device.shared_bytes} bytes of shared memory; got "
             f"{plan.stages} of at most {plan.most_stages}"
         )
-    if plan.inbox_bytes > plan.stages * plan.columns * plan.depth * 2:
+    if plan.inbox_bytes > plan.stages * plan.token_bytes:
         return (
             f"the tokens of all stages must have room for the sums of other parts; got "
             f"{plan.stages} stages of {plan.depth} elements of K for {plan.inbox_bytes} bytes"
