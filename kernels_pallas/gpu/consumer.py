@@ -2,15 +2,15 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lorajax.kernels_pallas.gpu import cluster, schedule, sync
+from lorajax.kernels_pallas.gpu import cluster, packing, schedule, sync
 from lorajax.kernels_pallas.gpu.compat import load, store
-from lorajax.kernels_pallas.gpu.plan import GROUP, HALF, TILE, Plan, epilogues
+from lorajax.kernels_pallas.gpu.gather import gather
+from lorajax.kernels_pallas.gpu.plan import GROUP, HALF, TILE, Plan
 from lorajax.kernels_pallas.gpu.refs import (
     BASE,
     CONSUMERS,
@@ -18,12 +18,13 @@ from lorajax.kernels_pallas.gpu.refs import (
     SHRINK,
     WGMMA,
     Refs,
-    expand_steps,
+    active_of,
     h_done,
     h_parts,
+    h_row,
     leave,
     rank_rows,
-    scale_stride,
+    slot_rows,
 )
 from lorajax.kernels_pallas.gpu.schedule import Scalar
 
@@ -32,21 +33,30 @@ ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 def consume(plan: Plan, r: Refs, sm: Scalar, wg: Scalar) -> None:
     """Multiplies what the producer copied, and writes h and y."""
+    packed = packing.pack(plan, r.most[0])
 
     def shrinks():
-        mine, count = schedule.own_jobs(plan, r.count[0], sm)
+        mine = packing.own_jobs(plan, packed, sm)
 
         def shrink(i, stage):
-            return run_shrink(plan, r, wg, sm + i * plan.sms, count, stage)
+            return run_shrink(plan, r, wg, packed, packing.job(plan, packed, sm, i), stage)
 
-        return lax.fori_loop(0, mine, shrink, jnp.int32(0))
+        def finish(i, _):
+            add_h(plan, r, wg, packed, packing.job(plan, packed, sm, i))
 
-    def tile(i, stage):
-        return run_tile(plan, r, sm, wg, i, stage)
+        stage = lax.fori_loop(0, mine, shrink, jnp.int32(0))
+        lax.fori_loop(0, jnp.where(packed.parts > 1, mine, 0), finish, None)
+        return stage
+
+    def tile(i, state):
+        stage, active = state
+        following = active_of(plan, r, packed, sm, i + 1)
+        return run_tile(plan, r, packed, sm, wg, i, active, stage), following
 
     stage = lax.cond(sm < plan.shrinkers, shrinks, lambda: jnp.int32(0))
     leave(plan, r)
-    lax.fori_loop(0, schedule.pieces(plan, sm), tile, stage)
+    active = active_of(plan, r, packed, sm, 0)
+    lax.fori_loop(0, schedule.pieces(plan, sm), tile, (stage, active))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -81,64 +91,61 @@ def transpose(ref):
     return ref.T if hasattr(ref, "T") else plgpu.transpose_ref(ref, (1, 0))
 
 
-def run_shrink(plan, r, wg, job, count, stage):
-    """One part of a tile of A xᵀ; the last part adds the others, masks, scales and writes h."""
-    tile, part, block, g, pack = schedule.shrink_job(plan, job, count)
-    used = pack < schedule.packs_of(plan, r.count[block], TILE)
-    low, high = schedule.part_steps(plan, part, count)
+def run_shrink(plan, r, wg, packed, job, stage):
+    """One part of a tile of A xᵀ: kept in `h_part`, or written to h where it is the whole tile."""
+    tile, part, block, group, pack = packing.place(plan, packed, job)
+    used = pack < packing.fill(plan, packed.joined, r.count[block], TILE)
+    low, high = packing.part_steps(plan, packed, part)
     steps = jnp.where(used, high - low, 0)
-
-    target = (block * plan.num_slices + g) * plan.columns
-    first = pack * TILE + wg * HALF
-    rows = rank_rows(plan, r, block, first, HALF // plan.piece)
-    finish = functools.partial(write_h, plan, r, wg, block, rows, target, first)
 
     def scope(acc):
         multiply(plan, r, acc, wg, SHRINK, stage, steps)
         total = acc[...]
 
-        @pl.when(used & (count == 1))
+        @pl.when(used & (packed.parts == 1))
         def _():
-            scale = row_scale(plan, r, wg)
-            for t, width in epilogues(plan.columns):
-                finish(scale, total[:, t : t + width], t, width)
+            write = h_writer(plan, r, wg, packed, block, group, pack)
+            for t, width in plan.epilogues(plan.columns):
+                write(total[:, t : t + width], t, width)
+            finish_h(plan, r, block, group)
 
-        if plan.parts is None:
-
-            @pl.when(used & (count > 1))
-            def _():
-                store(r.h_part.at[job, wg], total)
+        @pl.when(used & (packed.parts > 1))
+        def _():
+            store(r.h_part.at[job, wg], total)
+            sync.signal(h_parts(plan, r, tile, wg))
 
     pl.run_scoped(scope, ACC((HALF, plan.columns), jnp.float32))
-    if plan.parts is None:
-        pl.when(used & (count > 1))(lambda: add_h(plan, r, wg, tile, part, count, finish))
-
-    @pl.when(used)
-    def _():
-        plgpu.wait_smem_to_gmem(0)
-        sync.signal(h_done(plan, r, block, g))
-
     return stage + steps
 
 
-def add_h(plan, r, wg, tile, part, count, finish):
-    """Adds up the parts of a shrink tile for this part's share of the tokens."""
-    done = h_parts(plan, r, tile, wg)
-    sync.signal(done)
-    scale = row_scale(plan, r, wg)
-    sync.wait(done, count)
-    first, width = tile * count, plan.h_columns
+def add_h(plan, r, wg, packed, job):
+    """Adds up the parts of a shrink tile for this part's share of the tokens, and writes h."""
+    tile, part, block, group, pack = packing.place(plan, packed, job)
+    count, width = packed.parts, plan.h_columns
+    first = tile * count
 
-    def group(i, _):
-        t = (part + i * count) * width
-        found = [
-            load(r.h_part.at[first + jnp.minimum(j, count - 1), wg, :, pl.ds(t, width)], WGMMA)
-            for j in range(plan.max_parts)
-        ]
-        finish(scale, add_up(found, count), t, width)
+    @pl.when(pack < packing.fill(plan, packed.joined, r.count[block], TILE))
+    def _():
+        write = h_writer(plan, r, wg, packed, block, group, pack)
+        sync.wait(h_parts(plan, r, tile, wg), count)
 
-    groups = plan.columns // width
-    lax.fori_loop(0, schedule.div(groups - part + count - 1, count), group, None)
+        def add(i, _):
+            t = (part + i * count) * width
+            found = [
+                load(r.h_part.at[first + jnp.minimum(j, count - 1), wg, :, pl.ds(t, width)], WGMMA)
+                for j in range(plan.max_parts)
+            ]
+            write(add_up(found, count), t, width)
+
+        groups = plan.columns // width
+        lax.fori_loop(0, schedule.div(groups - part + count - 1, count), add, None)
+        finish_h(plan, r, block, group)
+
+
+def finish_h(plan, r, block, group):
+    """Says that what this warpgroup writes to h is there."""
+    plgpu.wait_smem_to_gmem(0)
+    sync.signal(h_done(plan, r, block, group))
 
 
 def add_up(found, count):
@@ -149,56 +156,62 @@ def add_up(found, count):
     return total
 
 
-def write_h(plan, r, wg, block, slots, target, column, scale, value, t, width):
-    """Masks, scales and stores hᵀ of 64 rank rows and `width` tokens from t on."""
-    rows = plgpu.broadcasted_iota(jnp.int32, (HALF, width), 0, layout=WGMMA)
+def h_writer(plan, r, wg, packed, block, group, pack):
+    """A function that masks, scales and stores hᵀ of this consumer's 64 rows and some tokens."""
+    first = pack * TILE + wg * HALF
+    slots = rank_rows(plan, r, packed, block, r.count[block], first, HALF // plan.piece)
+    target = h_row(plan, block, group)
 
-    def weights(j: int) -> jax.Array:
-        vector = load(r.mask.at[slots[j][0], pl.ds(block * plan.block + t, width)], WGMMA.reduce(0))
-        used = schedule.div(column + j * plan.piece, plan.rank) < r.count[block]
-        return lax.broadcast_in_dim(jnp.where(used, vector, 0.0), (HALF, width), (1,))
+    def by_piece(rows, values):
+        """In each row that value which belongs to its piece."""
+        found = values[0]
+        for j, value in enumerate(values[1:], 1):
+            found = jnp.where(rows >= j * plan.piece, value, found)
+        return found
 
-    weight = weights(0)
-    for j in range(1, len(slots)):
-        weight = jnp.where(rows >= j * plan.piece, weights(j), weight)
-    spread = lax.broadcast_in_dim(scale, (HALF, width), (0,))
-    value = jnp.where(weight != 0.0, value * (spread * weight), 0.0)
-    put(r.out[1].at[wg], value.astype(r.h.dtype), r.h, target + t, column, width)
-
-
-def row_scale(plan, r, wg):
-    """The scale of this consumer's 64 packed rows, from pieces that lie `scale_stride` apart."""
-    plgpu.barrier_wait(r.scales_full)
     rows = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=WGMMA.reduce(1))
-    scale = None
-    pieces = HALF // plan.piece
-    for j in range(pieces):
-        # Shifted back by its place in the row of 64, so that element i of the load is row i.
-        offset = HALF + (wg * pieces + j) * scale_stride(plan) - j * plan.piece
-        found = load(r.scales.at[pl.ds(offset, HALF)], WGMMA.reduce(1))
-        scale = found if scale is None else jnp.where(rows >= j * plan.piece, found, scale)
-    plgpu.barrier_arrive(r.scales_empty)
-    return scale
+    starts = [slot_rows(plan, r, slot, group) + row for slot, row, _ in slots]
+    starts = [start - j * plan.piece for j, start in enumerate(starts)]
+    scale = gather(r.scale, rows + by_piece(rows, starts))
+
+    def write(value, t, width):
+        def weights(slot, used):
+            there = load(r.mask.at[slot, pl.ds(block * plan.block + t, width)], WGMMA.reduce(0))
+            there = jnp.where(used, there, 0.0)
+            return lax.broadcast_in_dim(there, (HALF, width), (1,))
+
+        rows = plgpu.broadcasted_iota(jnp.int32, (HALF, width), 0, layout=WGMMA)
+        weight = by_piece(rows, [weights(slot, used) for slot, _, used in slots])
+        spread = lax.broadcast_in_dim(scale, (HALF, width), (0,))
+        h = jnp.where(weight != 0.0, value * (spread * weight), 0.0)
+        put(r.out[1].at[wg, 0], h.astype(r.h.dtype), r.h, target + t, first, width)
+
+    return write
 
 
-def put(staging, value, target, row, column, width):
-    """Stores a [columns, width] tile transposed. Rows past the end of the target are dropped."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+def put(staging, value, target, row, column, width, in_flight=0):
+    """Stores a [columns, width] tile transposed. Rows past the end of the target are dropped.
+
+    `in_flight` is the number of earlier stores that may still read their staging tiles.
+    """
+    plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
     staging = staging.at[pl.ds(0, width)]
     transpose(staging)[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staging, target.at[pl.ds(row, width), pl.ds(column, value.shape[0])])
 
 
-def run_tile(plan, r, sm, wg, index, stage):
+def run_tile(plan, r, packed, sm, wg, index, active, stage):
     """This SM's piece of one output tile."""
     tile, part, low, high = schedule.piece(plan, sm, index)
     block, column = schedule.place(plan, tile)
-    extra = expand_steps(plan, r, block, part)
+    extra = packing.expand_stages(plan, packed, active, part)
     row, target = block * plan.block, column * plan.width + wg * plan.half
 
-    def write(value, t, width):
-        put(r.out[0].at[wg], value.astype(r.y.dtype), r.y, row + t, target, width)
+    def write(i, value, t, width):
+        """The i-th store of this tile."""
+        staging, others = r.out[0].at[wg, i % plan.out_buffers], min(i, plan.out_buffers - 1)
+        put(staging, value.astype(r.y.dtype), r.y, row + t, target, width, in_flight=others)
 
     def scope(acc):
         if plan.has_base:
@@ -208,8 +221,8 @@ def run_tile(plan, r, sm, wg, index, stage):
             add_y(plan, r, wg, part, acc[...], write)
             return
         total = acc[...]
-        for t, width in epilogues(plan.columns):
-            write(total[:, t : t + width], t, width)
+        for i, (t, width) in enumerate(plan.epilogues(plan.columns)):
+            write(i, total[:, t : t + width], t, width)
 
     if plan.split > 1:
         cluster.open_inbox(r.inbox_full.at[wg], plan.inbox_bytes // CONSUMERS)
@@ -242,6 +255,6 @@ def add_y(plan, r, wg, part, total, write):
     def _():
         cluster.await_inbox(full)
         first = jnp.minimum(part * size, plan.columns - size)
-        for t, width in epilogues(size):
+        for i, (t, width) in enumerate(plan.epilogues(size)):
             value = functools.reduce(jnp.add, [sums(j, t, width) for j in range(plan.split)])
-            write(value, first + t, width)
+            write(i, value, first + t, width)

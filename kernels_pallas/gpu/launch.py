@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from lorajax.kernels_pallas.checks import Layer
 from lorajax.kernels_pallas.gpu import kernel, refs
-from lorajax.kernels_pallas.gpu.plan import EPILOGUE, HALF, TILE, Device, Plan, unsupported
+from lorajax.kernels_pallas.gpu.plan import HALF, TILE, Device, Plan, unsupported
 from lorajax.kernels_pallas.gpu.schedule import Ref
 from lorajax.kernels_pallas.gpu.tiles import find as find_tile
 from lorajax.kernels_pallas.routing import MAX_BLOCK, Routing
@@ -103,6 +103,7 @@ def launch(
         _scalar(layer),
         _scalar(base_layer),
         _zeros(sum(refs.counter_sizes(plan))),
+        routing.count.max(keepdims=True),
         routing.count,
         routing.active,
         jnp.pad(routing.weights, ((0, 0), (0, width - T))),
@@ -116,7 +117,7 @@ def launch(
     outputs = [
         jax.ShapeDtypeStruct((padded, d_out), out_dtype),
         jax.ShapeDtypeStruct(plan.h_shape, x.dtype),
-        jax.ShapeDtypeStruct((plan.sms, 2, HALF, plan.columns), jnp.float32),
+        jax.ShapeDtypeStruct((plan.most_jobs, 2, HALF, plan.columns), jnp.float32),
     ]
     run = plgpu.kernel(
         _body(plan, f"lora_{'delta' if w is None else 'linear'}_gpu_{plan.d_in}x{d_out}"),
@@ -168,7 +169,6 @@ def _scratch(plan: Plan, out_dtype: jnp.dtype, dtype: jnp.dtype) -> dict[str, An
         transforms = (plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(swizzle))
         return plgpu.SMEM(shape, kind, transforms=transforms)
 
-    width = min(EPILOGUE, plan.columns)
     barriers = {
         f"full_{i}": plgpu.Barrier(num_arrivals=n, num_barriers=plan.stages)
         for i, n in enumerate(refs.arrivals(plan))
@@ -184,11 +184,9 @@ def _scratch(plan: Plan, out_dtype: jnp.dtype, dtype: jnp.dtype) -> dict[str, An
         ),
         "inbox_full": plgpu.SMEM((2, 2), jnp.int32),
         "out": plgpu.RefUnion(
-            tiles((2, width, plan.half), out_dtype), tiles((2, width, HALF), dtype)
+            tiles((2, plan.out_buffers, plan.staged, plan.half), out_dtype),
+            tiles((2, plan.out_buffers, plan.staged, HALF), dtype),
         ),
-        "scales": plgpu.SMEM((refs.scale_floats(plan),), jnp.float32),
         "empty": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages),
-        "scales_full": plgpu.Barrier(num_arrivals=TILE // plan.piece),
-        "scales_empty": plgpu.Barrier(num_arrivals=2),
         **barriers,
     }

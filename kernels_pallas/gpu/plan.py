@@ -10,8 +10,8 @@ TILE = 128  #: Rows of A, or columns of y, of one tile: two warpgroups of wgmma'
 HALF = 64  #: Rows of A of one warpgroup.
 WIDE = 256  #: Columns of y of a wide tile.
 MAX_BLOCK = 256  #: wgmma's largest N; tokens are the N side.
-EPILOGUE = 32  #: Tokens of one step of an epilogue.
-OTHER_BYTES = 5120  #: Shared memory that is left for scales and barriers.
+EPILOGUE = 32  #: Tokens of one step of an epilogue; twice as many where there are most.
+OTHER_BYTES = 2048  #: Shared memory that is left for barriers.
 GPCS = 8  #: Most GPCs of a GPU: groups of SMs; the blocks of one cluster run in one of them.
 MAX_CLUSTER = 8  #: Most blocks of a cluster that every GPU takes.
 SHORT_RING = 160 * 1024  #: Most bytes of the stages of an SM where time is short.
@@ -90,6 +90,11 @@ class Plan:
         return len(self.slices)
 
     @property
+    def slot_rows(self) -> int:
+        """Rank rows of one slot, of all slices: G R."""
+        return self.num_slices * self.rank
+
+    @property
     def depth(self) -> int:
         """Elements of K of one pipeline stage: large copies, but not so large that few fit."""
         if self.tile is not None:
@@ -147,9 +152,19 @@ class Plan:
         return self.width * self.depth * 2 + self.token_bytes
 
     @property
+    def staged(self) -> int:
+        """Tokens of one step of an epilogue: of one staging tile of y or h."""
+        return min(EPILOGUE if self.columns <= 128 else 2 * EPILOGUE, self.columns)
+
+    @property
+    def out_buffers(self) -> int:
+        """Staging tiles of y of one warpgroup: while one is stored, the next is filled."""
+        return 1 if self.columns <= 128 else 2
+
+    @property
     def out_bytes(self) -> int:
-        """Shared memory of the staging tiles of y or h, one for each of two warpgroups."""
-        return 2 * min(EPILOGUE, self.columns) * self.half * (2 if self.has_base else 4)
+        """Shared memory of the staging tiles of y or h of both warpgroups."""
+        return 2 * self.out_buffers * self.staged * self.half * (2 if self.has_base else 4)
 
     @property
     def most_stages(self) -> int:
@@ -206,19 +221,19 @@ class Plan:
 
     @property
     def shrinkers(self) -> int:
-        """The first SMs of the grid; the others never have a shrink job."""
+        """The first SMs of the grid; the others never have a shrink job, and need not look."""
         apart = self.blocks == 1 and self.max_packs * self.num_slices <= self.free_sms
         return self.free_sms if apart else self.sms
 
     @property
     def max_parts(self) -> int:
-        """Most parts along K that one shrink tile is cut into: at least 4 steps each."""
+        """Most parts along K that one shrink tile is cut into."""
         return max(1, min(16, self.d_in // 256))
 
     @property
-    def parts(self) -> int | None:
-        """Parts of a shrink tile where several blocks share the SMs; None: chosen at run time."""
-        return None if self.blocks == 1 else 1
+    def most_jobs(self) -> int:
+        """Jobs that shrink tiles are cut into at most, if they are cut: a few for each SM."""
+        return self.shrinkers * (4 if self.columns <= 64 else 2)
 
     @property
     def h_columns(self) -> int:
@@ -249,10 +264,9 @@ class Plan:
         """Shared memory of the inbox, taken from the tokens' side of the stages."""
         return math.prod(self.inbox_shape) * 4
 
-
-def epilogues(tokens: int) -> tuple[tuple[int, int], ...]:
-    """(start, length) of the steps in which the sums of some tokens are stored."""
-    return tuple((t, min(EPILOGUE, tokens - t)) for t in range(0, tokens, EPILOGUE))
+    def epilogues(self, tokens: int) -> tuple[tuple[int, int], ...]:
+        """(start, length) of the steps in which the sums of some tokens are stored."""
+        return tuple((t, min(self.staged, tokens - t)) for t in range(0, tokens, self.staged))
 
 
 def unsupported(plan: Plan) -> str | None:

@@ -5,19 +5,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lorajax.kernels_pallas.gpu import cluster, schedule, sync
-from lorajax.kernels_pallas.gpu.plan import HALF, TILE, Plan
+from lorajax.kernels_pallas.gpu import cluster, packing, schedule, sync
+from lorajax.kernels_pallas.gpu.plan import TILE, Plan
 from lorajax.kernels_pallas.gpu.refs import (
     BASE,
     CONSUMERS,
     EXPAND,
     SHRINK,
     Refs,
-    expand_steps,
+    active_of,
     h_done,
+    h_row,
     leave,
     rank_rows,
-    scale_stride,
+    slot_rows,
 )
 from lorajax.kernels_pallas.gpu.schedule import Scalar
 
@@ -26,22 +27,30 @@ START = 2  #: Stages of a tile that are asked for before anything is read about 
 
 def produce(plan: Plan, r: Refs, sm: Scalar) -> None:
     """Copies every operand of this SM, in the order in which the consumers take them."""
-    layer, base_layer = r.layer[0], r.base_layer[0]
 
     def shrinks():
-        mine, count = schedule.own_jobs(plan, r.count[0], sm)
+        packed = packing.pack(plan, r.most[0])
 
-        def shrink(i, state):
-            return feed_shrink(plan, r, layer, sm + i * plan.sms, count, *state)
+        def shrink(i, stage):
+            return feed_shrink(plan, r, packed, packing.job(plan, packed, sm, i), stage)
 
-        return lax.fori_loop(0, mine, shrink, (jnp.int32(0), jnp.int32(0)))[0]
-
-    def tile(i, stage):
-        return feed_tile(plan, r, layer, base_layer, sm, i, stage)
+        return lax.fori_loop(0, packing.own_jobs(plan, packed, sm), shrink, jnp.int32(0))
 
     stage = lax.cond(sm < plan.shrinkers, shrinks, lambda: jnp.int32(0))
     tiles = schedule.pieces(plan, sm)
-    lax.fori_loop(0, tiles, tile, stage)
+    _, _, low, high = schedule.piece(plan, sm, 0)
+    begun = jnp.where(tiles > 0, jnp.minimum(high - low, START), 0)
+    stage = feed_base(plan, r, sm, 0, low, low + begun, stage)
+    # Read here: sooner it would delay the copies, later it queues behind those of a full ring.
+    packed = packing.pack(plan, r.most[0])
+
+    def tile(i, state):
+        stage, active = state
+        following = active_of(plan, r, packed, sm, i + 1)
+        done = jnp.where(i == 0, begun, 0)
+        return feed_tile(plan, r, packed, sm, i, active, done, stage), following
+
+    lax.fori_loop(0, tiles, tile, (stage, active_of(plan, r, packed, sm, 0)))
     leave(plan, r)
     if plan.split > 1:
         pl.when(tiles > 0)(cluster.meet)
@@ -58,90 +67,98 @@ def claim(plan: Plan, r: Refs, stage: Scalar) -> Scalar:
     return slot
 
 
-def feed_shrink(plan, r, layer, job, count, stage, scaled):
-    """Copies one part of one tile of A xᵀ, and the scales of its rows."""
-    _, part, block, g, pack = schedule.shrink_job(plan, job, count)
-    used = pack < schedule.packs_of(plan, r.count[block], TILE)
-    low, high = schedule.part_steps(plan, part, count)
+def feed_shrink(plan, r, packed, job, stage):
+    """Copies one part of one tile of A xᵀ. Rows past the last active slot read as zero."""
+    _, part, block, group, pack = packing.place(plan, packed, job)
+    active = r.count[block]
+    used = pack < packing.fill(plan, packed.joined, active, TILE)
+    low, high = packing.part_steps(plan, packed, part)
+    found = rank_rows(plan, r, packed, block, active, pack * TILE, TILE // plan.piece)
     rows = [
-        ((layer * plan.slots + slot) * plan.num_slices + g) * plan.rank + row
-        for slot, row in rank_rows(plan, r, block, pack * TILE, TILE // plan.piece)
+        jnp.where(there, slot_rows(plan, r, slot, group) + row, r.A.shape[0])
+        for slot, row, there in found
     ]
-
-    @pl.when(used)
-    def _():
-        pl.when(scaled > 0)(lambda: plgpu.barrier_wait(r.scales_empty))
-        size = scale_stride(plan)
-        for j, row in enumerate(rows):
-            to = r.scales.at[pl.ds(HALF + j * size, size)]
-            plgpu.copy_gmem_to_smem(r.scale.at[pl.ds(row, size)], to, r.scales_full)
 
     def step(k, stage):
         slot = claim(plan, r, stage)
         copy_tokens(plan, r.x, block * plan.block, k, r, slot, SHRINK)
-        for j, row in enumerate(rows):
-            to = r.ring[1].at[slot, pl.ds(j * plan.piece, plan.piece)]
-            source = r.A.at[pl.ds(row, plan.piece), pl.ds(k * plan.depth, plan.depth)]
-            plgpu.copy_gmem_to_smem(source, to, r.full[SHRINK].at[slot])
+        columns = pl.ds(k * plan.depth, plan.depth)
+        copy_pieces(plan, r.A, rows, columns, r.ring[1].at[slot], r.full[SHRINK].at[slot])
         return stage + 1
 
-    high = jnp.where(used, high, low)
-    return lax.fori_loop(low, high, step, stage), scaled + used.astype(jnp.int32)
+    return lax.fori_loop(low, jnp.where(used, high, low), step, stage)
 
 
-def feed_tile(plan, r, layer, base_layer, sm, index, stage):
-    """Copies this SM's piece of one output tile, for part 0 the operands of the expand too."""
-    tile, part, low, high = schedule.piece(plan, sm, index)
-    block, column = schedule.place(plan, tile)
+def feed_base(plan, r, sm, index, first, end, stage):
+    """Copies some steps of the base product of one of this SM's tiles."""
+    block, column = schedule.place(plan, schedule.piece(plan, sm, index)[0])
 
-    def base(k, stage):
+    def step(k, stage):
         slot = claim(plan, r, stage)
         copy_tokens(plan, r.x, block * plan.block, k, r, slot, BASE)
-        rows = pl.ds(base_layer * plan.d_in + k * plan.depth, plan.depth)
+        rows = pl.ds(r.base_layer[0] * plan.d_in + k * plan.depth, plan.depth)
         source = r.w.at[rows, pl.ds(column * plan.width, plan.width)]
         plgpu.copy_gmem_to_smem(source, r.ring[0].at[slot], r.full[BASE].at[slot])
         return stage + 1
 
-    def rows_of(e):
-        found = rank_rows(plan, r, block, e * plan.depth, plan.depth // plan.piece)
-        return [(layer * plan.slots + slot) * plan.rank + row for slot, row in found]
+    return lax.fori_loop(first, end, step, stage) if plan.has_base else stage
 
-    def expand(e, state):
-        stage, rows = state
-        slot = claim(plan, r, stage)
-        for j, row in enumerate(rows):
-            source = r.B.at[pl.ds(row, plan.piece), pl.ds(column * plan.width, plan.width)]
-            to = r.ring[0].at[slot, pl.ds(j * plan.piece, plan.piece)]
-            plgpu.copy_gmem_to_smem(source, to, r.full[EXPAND].at[slot])
 
-        @pl.when(e == 0)  # B does not depend on h: its copies are under way by now
-        def _():
-            sync.wait_for_copies(done, CONSUMERS * count * need, seen)
-
-        row = (block * plan.num_slices + g) * plan.columns
-        copy_tokens(plan, r.h, row, e, r, slot, EXPAND)
-        return stage + 1, rows_of(e + 1)
-
+def feed_tile(plan, r, packed, sm, index, active, begun, stage):
+    """Copies the operands of this SM's piece of one output tile, those of the expand last."""
+    tile, part, low, high = schedule.piece(plan, sm, index)
+    block, column = schedule.place(plan, tile)
     g = schedule.slice_of(plan, column)
-    done, seen = h_done(plan, r, block, g), jnp.int32(0)
-    first = jnp.minimum(low + START, high)
-    if plan.has_base:
-        stage = lax.fori_loop(low, first, base, stage)
-    # Read here: sooner it would delay the copies, later it queues behind those of a full ring.
-    _, count = schedule.own_jobs(plan, r.count[0], sm)
-    extra = expand_steps(plan, r, block, part)
-    need = schedule.packs_of(plan, r.count[block], TILE)
-    rows = rows_of(0)
-    if plan.has_base:
-        middle = jnp.maximum(high - plan.stages, first)
-        stage = lax.fori_loop(first, middle, base, stage)
-        seen = sync.look(done)
-        stage = lax.fori_loop(middle, high, base, stage)
-    stage, _ = lax.fori_loop(0, extra, expand, (stage, rows))
-    return stage
+    group = jnp.where(packed.joined, 0, g)
+    done = h_done(plan, r, block, group)
+    need = CONSUMERS * packed.parts * packing.fill(plan, packed.joined, active, TILE)
+
+    def pieces(i):
+        """(slot, row in the slot, is there one) of this part's i-th stage of the expand."""
+        first = (part + i * plan.split) * plan.depth
+        return rank_rows(plan, r, packed, block, active, first, plan.depth // plan.piece)
+
+    def slots_of(i):
+        return [slot for slot, _, _ in pieces(i)]
+
+    def row_of_b(slot, row, there):
+        of = schedule.div(row, plan.rank)
+        mine = there & (~packed.joined | (of == g))  # what is not reads as zero
+        row += (r.layer[0] * plan.slots + slot - of) * plan.rank
+        return jnp.where(mine, row, r.B.shape[0])
+
+    def expand(i, state):
+        stage, slots = state
+        slot = claim(plan, r, stage)
+        rows = [row_of_b(s, *at) for s, (_, *at) in zip(slots, pieces(i), strict=True)]
+        columns = pl.ds(column * plan.width, plan.width)
+        copy_pieces(plan, r.B, rows, columns, r.ring[0].at[slot], r.full[EXPAND].at[slot])
+
+        @pl.when(i == 0)  # B does not depend on h: its copies are under way by now
+        def _():
+            sync.wait_for_copies(done, need, seen)
+
+        k = part + i * plan.split
+        copy_tokens(plan, r.h, h_row(plan, block, group), k, r, slot, EXPAND)
+        return stage + 1, slots_of(i + 1)
+
+    slots = slots_of(0)
+    middle = jnp.maximum(high - plan.stages, low + begun)
+    stage = feed_base(plan, r, sm, index, low + begun, middle, stage)
+    seen = sync.look(done)
+    stage = feed_base(plan, r, sm, index, middle, high, stage)
+    extra = packing.expand_stages(plan, packed, active, part)
+    return lax.fori_loop(0, extra, expand, (stage, slots))[0]
 
 
 def copy_tokens(plan, source, row, k, r, slot, kind):
     """Copies the token side of a stage. Rows past T read as zero."""
     source = source.at[pl.ds(row, plan.columns), pl.ds(k * plan.depth, plan.depth)]
     plgpu.copy_gmem_to_smem(source, r.tokens[0].at[slot], r.full[kind].at[slot])
+
+
+def copy_pieces(plan, source, rows, columns, target, full):
+    """Copies pieces of rank rows into a stage."""
+    for j, row in enumerate(rows):
+        to = target.at[pl.ds(j * plan.piece, plan.piece)]
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(row, plan.piece), columns], to, full)

@@ -1,18 +1,17 @@
-"""Who does what: pure index arithmetic, on host integers or traced scalars alike.
+"""Who does which output tile: pure index arithmetic, on host integers or traced scalars alike.
 
-A launch has one block of threads on each SM. Every SM first runs its shrink jobs, then its output
-tiles. A tile may be cut along K into parts for the SMs of a cluster, which then add up its partial
-sums, each for some of the tokens. Jobs go to the first SMs first, tiles to the last: blocks start
-in this order, and tiles wait for jobs.
+A launch has one block of threads on each SM. Every SM first runs its shrink jobs (`packing.py`),
+then its output tiles. A tile may be cut along K into parts for the SMs of a cluster, which then add
+up its partial sums, each for some of the tokens. Jobs go to the first SMs first, tiles to the last:
+blocks start in this order, and tiles wait for jobs.
 """
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from lorajax.kernels_pallas.gpu.plan import TILE, Plan
+from lorajax.kernels_pallas.gpu.plan import Plan
 
 Scalar = Any  #: int, or a traced i32 scalar
 Ref = Any  #: a reference in the kernel, or a view of one
@@ -32,7 +31,7 @@ def rem(a: Scalar, b: Scalar) -> Scalar:
 
 def pieces(plan: Plan, sm: Scalar) -> Scalar:
     """How many tiles, or parts of tiles, an SM works on."""
-    return jobs_of(plan, tile_place(plan, sm), plan.tiles * plan.split)
+    return dealt(plan.tiles * plan.split, tile_place(plan, sm), plan.sms)
 
 
 def piece(plan: Plan, sm: Scalar, index: Scalar) -> tuple[Scalar, ...]:
@@ -53,14 +52,19 @@ def tile_place(plan: Plan, sm: Scalar) -> Scalar:
     return rem(sm + plan.sms - plan.free_sms, plan.sms)
 
 
-def jobs_of(plan: Plan, place: Scalar, jobs: Scalar) -> Scalar:
-    """How many of `jobs`, dealt out in turn, are those of the SM at a place."""
-    return div(jnp.maximum(jobs - place + plan.sms - 1, 0), plan.sms)
+def dealt(jobs: Scalar, place: Scalar, places: int) -> Scalar:
+    """How many of `jobs`, dealt out in turn to some places, fall to one of them."""
+    return div(jnp.maximum(jobs - place + places - 1, 0), places)
 
 
 def seat(sender: Scalar, receiver: Scalar) -> Scalar:
     """Where a part's sums go in the inbox of another part of the same tile."""
     return sender - jnp.asarray(sender > receiver).astype(jnp.int32)
+
+
+def block_of(plan: Plan, sm: Scalar, index: Scalar) -> Scalar:
+    """The block of tokens of an SM's `index`-th piece of work, any block if there is none."""
+    return jnp.minimum(place(plan, piece(plan, sm, index)[0])[0], plan.blocks - 1)
 
 
 def place(plan: Plan, tile: Scalar) -> tuple[Scalar, Scalar]:
@@ -82,67 +86,3 @@ def slice_of(plan: Plan, column: Scalar) -> Scalar:
         end += width
         found += (column * plan.width >= end).astype(jnp.int32)
     return found
-
-
-def parts(plan: Plan, packs: Scalar) -> Scalar:
-    """Parts along K of each shrink tile.
-
-    A part waits for the others of its tile. So they go to the SMs that have no output tile to wait
-    with, unless there are more shrink tiles than such SMs.
-    """
-    if plan.parts is not None:
-        return jnp.int32(plan.parts)
-    tiles = jnp.maximum(packs * plan.num_slices, 1)
-    sms = jnp.where(tiles <= plan.free_sms, plan.free_sms, plan.sms)
-    count = jnp.clip(div(sms, tiles), 1, plan.max_parts)
-    if plan.columns <= 64:
-        return count
-    # The parts share the groups of tokens to add up: as many for each, and few sums to read.
-    return functools.reduce(lambda n, two: jnp.where(count >= two, two, n), (2, 4, 8, 16), 1)
-
-
-def shrink_jobs(plan: Plan, packs: Scalar, count: Scalar) -> Scalar:
-    """Number of shrink jobs (tile of x Aᵀ, part of K) of a launch, idle ones included."""
-    most = packs if plan.blocks == 1 else plan.max_packs
-    return most * plan.num_slices * plan.blocks * count
-
-
-def own_jobs(plan: Plan, active: Scalar, sm: Scalar) -> tuple[Scalar, Scalar]:
-    """(number of shrink jobs of an SM, parts of each shrink tile) when `active` slots are."""
-    packs = packs_of(plan, active, TILE)
-    count = parts(plan, packs)
-    return jobs_of(plan, sm, shrink_jobs(plan, packs, count)), count
-
-
-def shrink_job(plan: Plan, job: Scalar, count: Scalar) -> tuple[Scalar, ...]:
-    """(tile, part, block, slice, pack) of a shrink job."""
-    tile = div(job, count)
-    rest = div(tile, plan.blocks)
-    pack = div(rest, plan.num_slices)
-    return (
-        tile,
-        job - tile * count,
-        tile - rest * plan.blocks,
-        rest - pack * plan.num_slices,
-        pack,
-    )
-
-
-def part_steps(plan: Plan, part: Scalar, count: Scalar) -> tuple[Scalar, Scalar]:
-    """(first, end) step of K of one part."""
-    return div(part * plan.steps, count), div((part + 1) * plan.steps, count)
-
-
-def packs_of(plan: Plan, active: Scalar, size: int) -> Scalar:
-    """Tiles of `size` rank rows that `active` slots fill."""
-    return div(active * plan.rank + size - 1, size)
-
-
-def piece_slot(plan: Plan, row: Scalar, active: Scalar) -> tuple[Scalar, Scalar]:
-    """(index into the active list, row in the slot) of a packed rank row.
-
-    Past the last active slot it repeats that slot: what is multiplied by the zeros of h must be
-    finite, and a copy that hits L2 costs less than a branch.
-    """
-    index = div(row, plan.rank)
-    return jnp.clip(index, 0, jnp.maximum(active - 1, 0)), row - index * plan.rank

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lorajax.kernels_pallas.gpu import schedule
+from lorajax.kernels_pallas.gpu import packing, schedule
 from lorajax.kernels_pallas.gpu.plan import GPCS, TILE, Device, Plan, unsupported
 
 H200 = Device(132, 227 * 1024)
@@ -132,52 +132,97 @@ def test_places_are_a_permutation_of_blocks_and_columns(plan):
     assert sorted(found) == list(range(plan.tiles))
 
 
+def packed(plan, active):
+    """The packing, as numbers."""
+    found = packing.pack(plan, jnp.int32(active))
+    return found._replace(tiles=int(found.tiles), parts=int(found.parts))
+
+
+def rows_of(plan, found):
+    """Packed rank rows of one slot, and groups of slices."""
+    return (plan.slot_rows, 1) if found.joined else (plan.rank, plan.num_slices)
+
+
+def jobs_of_sms(plan, found):
+    """The shrink jobs of every SM."""
+    numbers = np.asarray(each_sm(plan, lambda sm: packing.own_jobs(plan, found, sm)))
+    index = jnp.arange(numbers.max(), dtype=jnp.int32)
+    jobs = each_sm(plan, lambda sm: jax.vmap(lambda i: packing.job(plan, found, sm, i))(index))
+    return [np.asarray(jobs)[sm, :number].tolist() for sm, number in enumerate(numbers)]
+
+
 def test_sms_past_the_shrinkers_have_no_shrink_jobs(plan):
     for active in (0, 1, plan.slots):
-        jobs = each_sm(plan, lambda sm, n=active: schedule.own_jobs(plan, jnp.int32(n), sm)[0])
-        assert not np.asarray(jobs)[plan.shrinkers :].any()
+        assert not any(jobs_of_sms(plan, packed(plan, active))[plan.shrinkers :])
 
 
-@pytest.mark.parametrize("active", [1, 5, 64])
+@pytest.mark.parametrize("active", [1, 3, 5, 64])
 def test_shrink_parts_cover_every_step_of_every_pack_once(plan, active):
-    packs = schedule.packs_of(plan, jnp.int32(active), TILE)
-    count = schedule.parts(plan, packs)
-    jobs = int(schedule.shrink_jobs(plan, packs, count))
-    dealt = np.asarray(each_sm(plan, lambda sm: schedule.jobs_of(plan, sm, jobs)))
-    assert dealt.sum() == jobs
-    assert dealt.max() - dealt.min() <= 1
-    if int(count) > 1:
-        assert jobs <= plan.sms  # parts wait for each other: all must run at once
+    found = packed(plan, active)
+    jobs = list(itertools.chain(*jobs_of_sms(plan, found)))
+    assert sorted(jobs) == list(range(found.tiles * found.parts))
+    if found.parts > 1:
+        assert len(jobs) <= plan.most_jobs  # the sums of each have a place
 
     def describe(job):
-        tile, part, block, g, pack = schedule.shrink_job(plan, job, count)
-        return tile, block, g, pack, *schedule.part_steps(plan, part, count)
+        tile, part, block, group, pack = packing.place(plan, found, job)
+        return tile, block, group, pack, *packing.part_steps(plan, found, part)
 
-    rows = np.asarray(jax.jit(jax.vmap(describe))(jnp.arange(jobs, dtype=jnp.int32))).T
+    rows = np.asarray(jax.jit(jax.vmap(describe))(jnp.asarray(jobs, jnp.int32))).T
     seen = {}
-    for tile, block, g, pack, low, high in rows:
-        at = seen.setdefault((block, g, pack), (tile, np.zeros(plan.steps, int)))
+    for tile, block, group, pack, low, high in rows:
+        at = seen.setdefault((block, group, pack), (tile, np.zeros(plan.steps, int)))
         assert at[0] == tile
         at[1][low:high] += 1
-    wanted = plan.max_packs if plan.blocks > 1 else int(packs)
-    assert len(seen) == plan.blocks * plan.num_slices * wanted
+    rows, groups = rows_of(plan, found)
+    packs = -(-active * rows // TILE)
+    assert len(seen) == found.tiles == plan.blocks * groups * packs
+    assert packs <= plan.max_packs
     assert all((steps == 1).all() for _, steps in seen.values())
 
 
-def test_pieces_past_the_last_active_slot_repeat_it():
+@pytest.mark.parametrize("active", [1, 8, 64])
+def test_sms_with_fewer_tiles_have_more_shrink_jobs(plan, active):
+    numbers = [len(jobs) for jobs in jobs_of_sms(plan, packed(plan, active))]
+    few, many = numbers[: plan.free_sms], numbers[plan.free_sms :]
+    for group in filter(None, (few, many)):
+        assert max(group) - min(group) <= 1
+    if few and many and max(many):
+        assert min(few) >= max(many)
+
+
+@pytest.mark.parametrize("active", [0, 1, 5, 8, 9, 64])
+def test_every_stage_of_the_expand_is_one_part_s(plan, active):
+    found = packed(plan, active)
+    stages = -(-active * rows_of(plan, found)[0] // plan.depth)
+    numbers = [int(packing.expand_stages(plan, found, active, part)) for part in range(plan.split)]
+    seen = [part + i * plan.split for part, number in enumerate(numbers) for i in range(number)]
+    assert sorted(seen) == list(range(stages))
+
+
+@pytest.mark.parametrize(
+    ("active", "wanted"), [(1, (48, 1)), (2, (48, 1)), (3, (16, 3)), (64, (16, 3))]
+)
+def test_slices_are_joined_where_they_fit_into_one_tile(active, wanted):
     plan = PLANS["qkv, decode"]
-    rows = jnp.arange(0, 128, plan.piece, dtype=jnp.int32)
-    index, row = jax.vmap(lambda r: schedule.piece_slot(plan, r, jnp.int32(3)))(rows)
-    assert index.tolist() == [0, 1, 2, 2, 2, 2, 2, 2]
-    assert not row.any()
+    assert rows_of(plan, packed(plan, active)) == wanted
+
+
+def pieces_of(plan, found):
+    rows = range(0, TILE, plan.piece)
+    return [tuple(int(n) for n in packing.piece(plan, found, row)) for row in rows]
+
+
+def test_slots_lie_side_by_side():
+    plan = PLANS["qkv, decode"]
+    assert pieces_of(plan, packed(plan, 8)) == [(i, 0) for i in range(8)]
+    joined = [(i, row) for i in range(3) for row in (0, 16, 32)]
+    assert pieces_of(plan, packed(plan, 2)) == joined[:8]
 
 
 def test_a_large_slot_comes_in_pieces_of_64_rows():
     plan = make(8, 256, (128,), slots=4, rank=128)
-    rows = jnp.arange(0, 512, plan.piece, dtype=jnp.int32)
-    index, row = jax.vmap(lambda r: schedule.piece_slot(plan, r, jnp.int32(4)))(rows)
-    assert index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert row.tolist() == [0, 64] * 4
+    assert pieces_of(plan, packed(plan, 4)) == [(0, 0), (0, 64)]
 
 
 def test_the_slice_of_a_column_tile():
