@@ -5,6 +5,7 @@ silent for too long, or ends, costs its own cells only, and so does an error in 
 """
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import time
@@ -94,7 +95,7 @@ def shares(cells: list[Any], jobs: int, key: Callable[[Any], Hashable]) -> list[
         groups.setdefault(key(cell), []).append(cell)
     each, count = list(groups.values()), min(jobs, len(groups))
     cuts = [i * len(each) // count for i in range(count + 1)]
-    return [sum(each[a:b], []) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [[*itertools.chain(*each[a:b])] for a, b in itertools.pairwise(cuts)]
 
 
 class Worker:
