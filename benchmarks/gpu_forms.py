@@ -5,7 +5,8 @@
 
 A step is unrolled over arrays of one layer each, with 64 adapters resident. Microseconds a layer
 from the wall clock, and what is more than the plain base step; with `--profile` also the kernels'
-time. Each form is first checked against float64. At the end, the best form of each cell. XLA times products to choose among them, which processes side by side may disturb.
+time. Each form is first checked against float64. At the end, the best form of each cell. XLA times
+products to choose among them: processes side by side may disturb that.
 """
 
 import argparse

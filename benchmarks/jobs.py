@@ -123,24 +123,25 @@ class Worker:
         self.process.start()
         other.close()
 
-    def ask(self, *cell: Any) -> Any:
-        """Sends a cell, if there is one; the next answer, or why the process gives none."""
+    def answer(self, cell: Any, *, send: bool) -> Any:
+        """What the process says of a cell, sent to it now or at its start, or why it is silent."""
         try:
-            for one in cell:
-                self.pipe.send(one)
+            if send:
+                self.pipe.send(cell)
             if self.pipe.poll(max(0.0, self.until - time.monotonic())):
                 self.until = time.monotonic() + self.patience
                 return self.pipe.recv()
-            self.lost = Failure(f"its process was silent for {self.patience:.0f} s")
+            self.lost = Failure(f"its process was silent for {self.patience:.0f} s, at {cell}")
         except (EOFError, ConnectionError):
-            self.lost = Failure("its process ended")
+            self.lost = Failure(f"its process ended, at {cell}")
         self.end()
         return self.lost
 
     def hear(self) -> None:
         """Takes in that the next cell is prepared, if that is so or should be by now."""
         if self.pipe.poll() or time.monotonic() > self.until:
-            cell, found = self.cells[-self.ahead], self.ask()
+            cell = self.cells[-self.ahead]
+            found = self.answer(cell, send=False)
             self.ahead = 0 if self.lost else self.ahead - 1
             if isinstance(found, Failure):
                 self.failures[cell] = found
@@ -148,12 +149,12 @@ class Worker:
     def measure(self, cell: Any) -> dict[str, Any] | Failure:
         """The record of a cell."""
         self.until = time.monotonic() + self.patience
-        return self.lost or self.failures.get(cell) or self.ask(cell)
+        return self.lost or self.failures.get(cell) or self.answer(cell, send=True)
 
     def end(self) -> None:
         """Ends the process; a hung one would make the others' kernels wait."""
         self.process.kill()
-        self.process.join()
+        self.process.join(10)  # a driver may hold on to it for longer
 
 
 def listen(workers: list[Worker]) -> None:
