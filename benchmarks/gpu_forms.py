@@ -178,9 +178,10 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.case!s:10} {self.form}"
 
-    def shared(self) -> Hashable:
-        """What stays in one process: a form alone, all base steps together."""
-        return self.form if self.form == "base" else self
+
+def shared(first: Case, cell: Cell) -> Hashable:
+    """A form shares nothing; a base step, compiled in turn, joins the first form."""
+    return cell if cell.form != "base" else Cell(first, "now")
 
 
 def cells_of(cases: list[Case], names: list[str] | None) -> list[Cell]:
@@ -280,11 +281,12 @@ def main() -> None:
     jobs.add_options(parser)
     args = parser.parse_args()
     make_bench = functools.partial(Bench, MODELS[args.model], args.layers, args.profile)
-    cells = cells_of([Case.parse(text) for text in args.cells.split(",")], args.forms)
+    cases = [Case.parse(text) for text in args.cells.split(",")]
+    cells, key = cells_of(cases, args.forms), functools.partial(shared, cases[0])
     found: dict[Cell, dict[str, float]] = {}
     base: dict[int, float] = {}
     try:
-        for cell, record in jobs.in_turn(make_bench, cells, args, key=Cell.shared):
+        for cell, record in jobs.in_turn(make_bench, cells, args, key=key):
             base |= {cell.case.tokens: record["us"]} if cell.form == "base" else {}
             if cell.case.tokens in base:
                 record["added_us"] = record["us"] - base[cell.case.tokens]

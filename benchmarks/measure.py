@@ -71,9 +71,10 @@ class Base:
         return f"base step of {self.tokens} tokens"
 
 
-def shared(cell: Base | Case) -> Hashable:
-    """What decides which programs a cell needs."""
-    return (cell.tokens, cell.slots, cell.slot_rank) if isinstance(cell, Case) else Base
+def shared(first: Case, cell: Base | Case) -> Hashable:
+    """What decides which programs a cell needs; a base step, compiled in turn, joins the first."""
+    case = cell if isinstance(cell, Case) else first
+    return case.tokens, case.slots, case.slot_rank
 
 
 @dataclass
@@ -245,8 +246,9 @@ def main(args: argparse.Namespace, cases: list[Case]) -> None:
     about = {"jax": jax.__version__, "model": args.model, "layers": args.layers}
     records: list[dict[str, Any]] = []
     make_bench, cells = functools.partial(bench_of, args), [*map(Base, tokens), *cases]
+    key = functools.partial(shared, cases[0])
     try:
-        for cell, record in jobs.in_turn(make_bench, cells, args, key=shared):
+        for cell, record in jobs.in_turn(make_bench, cells, args, key=key):
             about["device"] = record.pop("device")
             if isinstance(cell, Base):
                 base[cell.tokens] = record | base.get(cell.tokens, {})
