@@ -83,29 +83,44 @@ def _cuts(slots: LoraWeights) -> list[int]:
     return np.cumsum(slots.slices)[:-1].tolist()
 
 
+def distance(y, want: np.ndarray) -> float:
+    """The relative error of y, `[T, d_out]`."""
+    return float(np.linalg.norm(np.asarray(y, np.float64) - want) / np.linalg.norm(want))
+
+
+def models(x, w, adapters, case: Case, seed: int) -> tuple[np.ndarray, dict[str, float]]:
+    """The product in float64, and the errors of the two models that set the bar.
+
+    Args:
+        x: `[T, d_in]`.
+        w: `[1, d_in, d_out]`.
+        adapters: Of one layer.
+        case: The cell.
+        seed: Of `case.groups`.
+    """
+    of_adapter, of_token = case.groups(seed)
+    rows = jnp.asarray(of_adapter[of_token])
+    with jax.enable_x64(True):
+        want = np.asarray(exact(x, w, adapters, rows))
+    few = of_token < MERGED
+    some = np.zeros((MERGED, case.slots), np.float32)
+    some[: min(MERGED, case.adapters)] = of_adapter[:MERGED]
+    y = merged(x, w, adapters, jnp.asarray(some), jnp.asarray(of_token))
+    plain = distance(product(x, w, adapters, rows, "xla"), want)
+    return want, {"xla": plain, "merged": distance(np.asarray(y)[few], want[few])}
+
+
 def errors(
     shapes: Shapes, name: str, case: Case, w, adapters, *, implementation: str, seed: int
 ) -> dict[str, float]:
     """Relative errors of the implementation, of `xla` and of merged weights; NaN if unwritten."""
     d_in, slices = shapes.modules[name]
     x = random(jax.random.key(seed), (case.tokens, d_in), 1.0)
-    of_adapter, of_token = case.groups(seed)
-    rows = jnp.asarray(of_adapter[of_token])
     w, first = w[:1], jax.tree.map(lambda a: a[:1], adapters)
-    with jax.enable_x64(True):
-        want = np.asarray(exact(x, w, first, rows))
-    scale = np.linalg.norm(want)
-    found = {}
-    for one in (implementation, "xla"):
-        poison((case.tokens, sum(slices)))
-        y = np.asarray(product(x, w, first, rows, one), np.float64)
-        found[one] = float(np.linalg.norm(y - want) / scale)
-    few = of_token < MERGED
-    some = np.zeros((MERGED, case.slots), np.float32)
-    some[: min(MERGED, case.adapters)] = of_adapter[:MERGED]
-    y = merged(x, w, first, jnp.asarray(some), jnp.asarray(of_token))
-    difference = (np.asarray(y, np.float64) - want)[few]
-    return found | {"merged": float(np.linalg.norm(difference) / np.linalg.norm(want[few]))}
+    want, others = models(x, w, first, case, seed)
+    poison((case.tokens, sum(slices)))
+    y = product(x, w, first, jnp.asarray(case.rows(seed)), implementation)
+    return {implementation: distance(y, want)} | others
 
 
 def check(shapes: Shapes, case: Case, weights, adapters, implementation: str) -> dict[str, float]:

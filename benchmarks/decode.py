@@ -1,6 +1,7 @@
 """Decode: the base step, and what LoRA adds to it, in the shapes of a Llama.
 
     python benchmarks/decode.py --json decode.json --plot decode.png   # all cells, 32 layers
+    python benchmarks/decode.py --json decode.json --jobs 12           # the same, compiled together
     python benchmarks/decode.py --quick                                # a few cells, 8 layers
     python benchmarks/decode.py --cells 64:8:16,8:8:16 --profile       # these; where the time goes
     python benchmarks/decode.py --quick --model tiny --implementation xla   # on a CPU, to try it

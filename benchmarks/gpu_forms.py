@@ -1,23 +1,26 @@
 """Ways to write `lora_linear` in plain XLA for GPUs without a kernel: A100, L4, T4, AMD.
 
-    python benchmarks/gpu_forms.py                        # T 8, 64, 256 with D 8, 64; 8 layers
+    python benchmarks/gpu_forms.py --jobs 12 --profile    # T 8, 64, 256 with D 8, 64; 8 layers
     python benchmarks/gpu_forms.py --cells 64:8:16 --forms now "x A, one product"
 
 A step is unrolled over arrays of one layer each, with 64 adapters resident. Microseconds a layer
 from the wall clock, and what is more than the plain base step; with `--profile` also the kernels'
-time. Each product of a form is first checked against float64.
+time. Each form is first checked against float64. At the end, the best form of each cell. XLA times
+products to choose among them: processes side by side may disturb that.
 """
 
 import argparse
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jobs
 import numpy as np
-from checks import exact
+from checks import compared, distance, exact
 from clocks import compiled, median_us, profile
 from gpu_layers import (
     base_step,
@@ -151,40 +154,120 @@ def step(shapes: Shapes, form: Callable, x, weights, adapters, rows):
     return x
 
 
-def errors(shapes: Shapes, case: Case, forms: dict[str, Callable], w, adapters) -> dict[str, float]:
-    """The worst relative error of each form over the products of one layer."""
-    rows = case.rows(seed=case.tokens)
-    active, worst = np.flatnonzero(rows.any(axis=0)), dict.fromkeys(forms, 0.0)
+def error(shapes: Shapes, case: Case, form: Callable, w, adapters) -> float:
+    """The worse relative error of a form in two products of a layer, of three slices and of one."""
+    rows, found = case.rows(seed=case.tokens), []
+    active = np.flatnonzero(rows.any(axis=0))
     route = make_routing(jnp.asarray(rows), jnp.arange(case.tokens))
-    for seed, (name, (d_in, _)) in enumerate(shapes.modules.items()):
-        x = random(jax.random.key(seed), (case.tokens, d_in), 1.0)
+    for seed, name in enumerate(("qkv", "down")):
+        x = random(jax.random.key(seed), (case.tokens, shapes.modules[name][0]), 1.0)
         few = jax.tree.map(lambda a: a[:, active], adapters[name])
         with jax.enable_x64(True):
             want = np.asarray(exact(x, w[name][None], few, jnp.asarray(rows[:, active])))
-        for form, run in forms.items():
-            y = np.asarray(jax.jit(run)(x, w[name], adapters[name], route), np.float64)
-            error = float(np.linalg.norm(y - want) / np.linalg.norm(want))
-            worst[form] = max(worst[form], error)
-    return worst
+        found.append(distance(compared(form)(x, w[name], adapters[name], route), want))
+    return max(found)
 
 
-def measure(shapes: Shapes, case: Case, flat, each, *, names: list[str] | None, profiled: bool):
-    """Yields (form, figures) of one cell, the base step first."""
-    x, rows = make_inputs(shapes, case)
-    program, _ = compiled(functools.partial(base_step, shapes), x, flat)
-    base = median_us(program, x, flat) / len(flat)
-    yield "base", {"us": base}
-    forms = {n: f for n, f in forms_of(case).items() if names is None or n in names}
-    found = errors(shapes, case, forms, flat[0], each[0])
-    if not max(found.values()) <= 2 * min(found.values()):
-        raise ValueError(f"no form may err twice as much as another; got {found} in {case}")
-    for name, form in forms.items():
-        program, first = compiled(functools.partial(step, shapes, form), x, flat, each, rows)
-        us = median_us(program, x, flat, each, rows) / len(flat)
-        figures = {"us": us, "added_us": us - base, "error": found[name], "first_s": first}
-        if profiled:
-            figures["busy_us"] = profile(program, x, flat, each, rows).busy / len(flat)
-        yield name, figures
+@dataclass(frozen=True)
+class Cell:
+    """One form of one case, or the step without LoRA as "base"."""
+
+    case: Case
+    form: str
+
+    def __str__(self) -> str:
+        return f"{self.case!s:10} {self.form}"
+
+
+def shared(first: Case, cell: Cell) -> Hashable:
+    """A form shares nothing; a base step, compiled in turn, joins the first form."""
+    return cell if cell.form != "base" else Cell(first, "now")
+
+
+def cells_of(cases: list[Case], names: list[str] | None) -> list[Cell]:
+    """The base step of each number of tokens; then every form, or those named, of each case."""
+    bases = {case.tokens: Cell(case, "base") for case in cases}
+    forms = [Cell(c, n) for c in cases for n in forms_of(c) if names is None or n in names]
+    return [*bases.values(), *forms]
+
+
+@dataclass
+class Bench:
+    """The model that every cell runs on.
+
+    Attributes:
+        shapes: Widths.
+        layers: L.
+        profiled: Also profile every form.
+    """
+
+    shapes: Shapes
+    layers: int
+    profiled: bool
+    programs: dict[Cell, tuple[Callable, float]] = field(default_factory=dict, init=False)
+    errors: dict[Cell, float] = field(default_factory=dict, init=False)
+
+    def prepare(self, cell: Cell) -> None:
+        """Checks and compiles a form; the base step waits until it has the GPU for itself."""
+        if cell.form != "base":
+            self.check(cell)
+            self.program(cell)
+
+    def measure(self, cell: Cell) -> dict[str, float]:
+        """Microseconds a layer, seconds to compile, and the error of a form."""
+        record = {} if cell.form == "base" else {"error": self.check(cell)}
+        program, record["compile_s"] = self.program(cell)
+        arrays = self.operands(cell)
+        record["us"] = median_us(program, *arrays) / self.layers
+        if self.profiled:
+            record["busy_us"] = profile(program, *arrays).busy / self.layers
+        return record
+
+    def check(self, cell: Cell) -> float:
+        """The error of a form, computed once."""
+        if cell not in self.errors:
+            case, form = cell.case, forms_of(cell.case)[cell.form]
+            (w,) = unstack(make_weights(self.shapes, 1))
+            (a,) = unstack(make_adapters(self.shapes, 1, case.slots, case.slot_rank))
+            self.errors[cell] = error(self.shapes, case, form, w, a)
+        return self.errors[cell]
+
+    def program(self, cell: Cell) -> tuple[Callable, float]:
+        """The step of a form, compiled once, and the seconds it took."""
+        if cell not in self.programs:
+            arrays = jax.eval_shape(functools.partial(self.operands, cell))
+            form = forms_of(cell.case).get(cell.form)
+            parts = (base_step, self.shapes) if form is None else (step, self.shapes, form)
+            self.programs[cell] = compiled(functools.partial(*parts), *arrays)
+        return self.programs[cell]
+
+    def operands(self, cell: Cell) -> tuple:
+        """Fresh arrays of a step."""
+        x, rows = make_inputs(self.shapes, cell.case)
+        weights = unstack(make_weights(self.shapes, self.layers))
+        if cell.form == "base":
+            return x, weights
+        slots = cell.case.slots, cell.case.slot_rank
+        return x, weights, unstack(make_adapters(self.shapes, self.layers, *slots)), rows
+
+
+def show_best(found: dict[Cell, dict[str, float]]) -> None:
+    """The fastest form of each case.
+
+    Raises:
+        ValueError: A form errs twice as much as another of the same case.
+    """
+    for case in {cell.case: None for cell in found if cell.form != "base"}:
+        forms = {c.form: r for c, r in found.items() if c.case == case and c.form != "base"}
+        errors = {name: record["error"] for name, record in forms.items()}
+        if not max(errors.values()) <= 2 * min(errors.values()):
+            raise ValueError(f"no form may err twice as much as another; got {errors} in {case}")
+        line = f"{case!s:10} best"
+        for key, title in (("us", "by wall clock"), ("busy_us", "by device time")):
+            if all(key in record for record in forms.values()):
+                best = min(forms, key=lambda name: forms[name][key])
+                line += f"  {title}: {best} {forms[best][key]:.1f}"
+        print(line, flush=True)
 
 
 def main() -> None:
@@ -195,19 +278,26 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
+    jobs.add_options(parser)
     args = parser.parse_args()
-    shapes, records = MODELS[args.model], []
-    flat = unstack(make_weights(shapes, args.layers))
-    for case in map(Case.parse, args.cells.split(",")):
-        each = unstack(make_adapters(shapes, args.layers, case.slots, case.slot_rank))
-        head = f"{case.tokens}:{case.adapters}:{case.rank}"
-        cell = measure(shapes, case, flat, each, names=args.forms, profiled=args.profile)
-        for name, figures in cell:
-            records.append({"cell": head, "form": name} | figures)
-            columns = "  ".join(f"{key} {value:.4g}" for key, value in figures.items())
-            print(f"{head:10} {name:22} {columns}", flush=True)
+    make_bench = functools.partial(Bench, MODELS[args.model], args.layers, args.profile)
+    cases = [Case.parse(text) for text in args.cells.split(",")]
+    cells, key = cells_of(cases, args.forms), functools.partial(shared, cases[0])
+    found: dict[Cell, dict[str, float]] = {}
+    base: dict[int, float] = {}
+    try:
+        for cell, record in jobs.in_turn(make_bench, cells, args, key=key):
+            base |= {cell.case.tokens: record["us"]} if cell.form == "base" else {}
+            if cell.case.tokens in base:
+                record["added_us"] = record["us"] - base[cell.case.tokens]
+            found[cell] = record
+            columns = "  ".join(f"{key} {value:.4g}" for key, value in record.items())
+            print(f"{cell!s:33} {columns}", flush=True)
             if args.json:
-                args.json.write_text(json.dumps(records, indent=1) + "\n")
+                every = [{"cell": str(c.case), "form": c.form} | r for c, r in found.items()]
+                args.json.write_text(json.dumps(every, indent=1) + "\n")
+    finally:
+        show_best(found)
 
 
 if __name__ == "__main__":

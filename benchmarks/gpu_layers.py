@@ -26,30 +26,38 @@ def random(key, shape, deviation=0.02):
     return (jax.random.normal(key, shape, BF16) * deviation).astype(BF16)
 
 
-def make_weights(shapes: Shapes, layers: int, seed: int = 1) -> dict[str, jax.Array]:
+def make_weights(shapes: Shapes, layers: int) -> dict[str, jax.Array]:
     """`[L, d_in, d_out]` for each module."""
-    return {
-        name: random(jax.random.key(seed + i), (layers, d_in, sum(slices)))
-        for i, (name, (d_in, slices)) in enumerate(shapes.modules.items())
-    }
+    return {name: module_weights(shapes, layers, name) for name in shapes.modules}
 
 
-def make_adapters(
-    shapes: Shapes, layers: int, slots: int, rank: int, seed: int = 10
-) -> dict[str, LoraWeights]:
+def module_weights(shapes: Shapes, layers: int, name: str) -> jax.Array:
+    """`[L, d_in, d_out]` of one module."""
+    d_in, slices = shapes.modules[name]
+    seed = 1 + list(shapes.modules).index(name)
+    return random(jax.random.key(seed), (layers, d_in, sum(slices)))
+
+
+def make_adapters(shapes: Shapes, layers: int, slots: int, rank: int) -> dict[str, LoraWeights]:
     """Every slot of every module filled, for as many layers as `POOL_BYTES` hold."""
+    return {n: module_adapters(shapes, layers, n, slots=slots, rank=rank) for n in shapes.modules}
+
+
+def module_adapters(
+    shapes: Shapes, layers: int, name: str, *, slots: int, rank: int
+) -> LoraWeights:
+    """Every slot of one module filled, for as many layers as `make_adapters` has."""
     layers = max(1, min(layers, int(POOL_BYTES // (slots * rank * shapes.rank_bytes))))
-    out = {}
-    for i, (name, (d_in, slices)) in enumerate(shapes.modules.items()):
-        keys = jax.random.split(jax.random.key(seed + i), 3)
-        shape = (layers, slots, len(slices), rank)
-        out[name] = LoraWeights(
-            A=random(keys[0], (*shape, d_in)),
-            B=random(keys[1], (layers, slots, rank, sum(slices))),
-            scale=jax.random.uniform(keys[2], shape, jnp.float32, 0.5, 2.0),
-            slices=slices,
-        )
-    return out
+    d_in, slices = shapes.modules[name]
+    seed = 10 + list(shapes.modules).index(name)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shape = (layers, slots, len(slices), rank)
+    return LoraWeights(
+        A=random(keys[0], (*shape, d_in)),
+        B=random(keys[1], (layers, slots, rank, sum(slices))),
+        scale=jax.random.uniform(keys[2], shape, jnp.float32, 0.5, 2.0),
+        slices=slices,
+    )
 
 
 def make_inputs(shapes: Shapes, case: Case) -> tuple[jax.Array, jax.Array]:
@@ -61,12 +69,14 @@ def make_inputs(shapes: Shapes, case: Case) -> tuple[jax.Array, jax.Array]:
 def unstack(tree) -> list:
     """One copy of each layer's arrays; those of adapters keep a leading axis of 1."""
     keep = isinstance(next(iter(tree.values())), LoraWeights)
+    count = jax.tree.leaves(tree)[0].shape[0]
+    return [take_layer(tree, jnp.int32(i), keep) for i in range(count)]
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def take(tree, i):
-        return jax.tree.map(lambda a: a[i : i + 1] if keep else a[i], tree)
 
-    return [take(tree, i) for i in range(jax.tree.leaves(tree)[0].shape[0])]
+@functools.partial(jax.jit, static_argnames="keep")
+def take_layer(tree, i, keep):
+    """Layer i of stacked arrays, which may be traced."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=keep), tree)
 
 
 def layer(shapes: Shapes, x, linear: Callable[[str, jax.Array], jax.Array]):

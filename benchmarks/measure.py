@@ -5,8 +5,9 @@ torch with CUDA is installed (`cublas_graph.py`). `base` is the faster of the tw
 
 Step with LoRA, from the wall clock of several calls queued together: `xla`, unrolled; `loop`, the
 kernel in a loop over stacked arrays; `unrolled`, the same layers one after the other, each through
-one inner `jax.jit`. The last two also with no adapter active. `first_s` is the time from nothing to
-the first result. `kept` is base / the fastest kernel form, `added` their difference.
+one inner `jax.jit`. The last two also with no adapter active. `compile_s` is the time to trace,
+lower and compile it; with `--jobs` the processes share the CPU. `kept` is base / the fastest kernel
+form, `added` their difference.
 """
 
 import argparse
@@ -14,9 +15,8 @@ import functools
 import itertools
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +55,40 @@ def options(doc: str, *, layers: int) -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="kernels and gaps of each form")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--plot", type=Path, help="draw them to this PNG")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after this time")
     parser.add_argument("--glue", choices=("compiled", "eager", "none"), default="compiled")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that compile side by side")
     parser.add_argument("--torch-python", default=sys.executable, help="for cuBLAS")
+    jobs.add_options(parser)
     return parser
+
+
+@dataclass(frozen=True)
+class Base:
+    """The step of T tokens without LoRA: a cell of its own, as cells of the same T share it."""
+
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"base step of {self.tokens} tokens"
+
+
+def shared(first: Case, cell: Base | Case) -> Hashable:
+    """What decides which programs a cell needs; a base step, compiled in turn, joins the first."""
+    case = cell if isinstance(cell, Case) else first
+    return case.tokens, case.slots, case.slot_rank
 
 
 @dataclass
 class Bench:
     """The model that every cell runs on.
 
+    Programs are compiled for shapes alone: the arrays of all layers, tens of GB, are there only
+    while they are timed.
+
     Attributes:
         shapes: Widths.
         layers: L.
         implementation: Of the forms `loop` and `unrolled`.
         forms: Which forms to time.
-        cublas: Records of `cublas_graph.measure`.
         profiled: Also profile every form.
     """
 
@@ -79,111 +96,104 @@ class Bench:
     layers: int
     implementation: str
     forms: tuple[str, ...]
-    cublas: dict[int, dict]
     profiled: bool = False
+    programs: dict[tuple, tuple[Callable, float]] = field(default_factory=dict, init=False)
+    errors: dict[Case, dict[str, float]] = field(default_factory=dict, init=False)
 
-    def __post_init__(self):
-        self.weights = make_weights(self.shapes, self.layers)
-        self.flat = unstack(self.weights)
-        self.base_us: dict[int, float] = {}
-        self.programs: dict[tuple, tuple[Callable, float]] = {}
-        self.errors: dict[Case, dict[str, float]] = {}
+    def prepare(self, cell: Base | Case) -> None:
+        """Checks a cell and compiles its forms.
 
-    def arrays(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Any, list]]:
-        """Each cell with its adapters; those that share them come one after the other."""
-        slots_of = lambda case: (case.slot_rank, case.slots)
-        for (rank, slots), group in itertools.groupby(sorted(cases, key=slots_of), slots_of):
-            adapters = make_adapters(self.shapes, self.layers, slots, rank)
-            each = unstack(adapters) if "xla" in self.forms else []
-            for case in sorted(group, key=lambda case: case.tokens):
-                yield case, adapters, each
-
-    def prepare(self, cases: Iterable[Case]) -> None:
-        """Checks cells and compiles what they need, so that `run` has only to time it."""
-        for case, adapters, each in self.arrays(cases):
-            self.check(case, adapters)
-            self.base_program(case)
+        Not the base step, that all figures are relative to: XLA times products to choose among
+        them, and so needs the GPU for itself.
+        """
+        if isinstance(cell, Case):
+            self.check(cell)
             for form in self.forms:
-                self.program(form, case, adapters, each)
+                self.program(form, cell)
 
-    def run(self, cases: Iterable[Case]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name of the device, record) of each cell."""
-        for case, adapters, each in self.arrays(cases):
-            yield jax.devices()[0].device_kind, self.cell(case, adapters, each)
+    def measure(self, cell: Base | Case) -> dict[str, Any]:
+        """All figures of a cell."""
+        record = self.case(cell) if isinstance(cell, Case) else self.base(cell)
+        return {"device": jax.devices()[0].device_kind} | record
 
-    def check(self, case: Case, adapters) -> dict[str, float]:
+    def check(self, case: Case) -> dict[str, float]:
         """The errors of a cell, computed once."""
         if case not in self.errors:
-            self.errors[case] = check(
-                self.shapes, case, self.weights, adapters, self.implementation
-            )
+            adapters = make_adapters(self.shapes, 1, case.slots, case.slot_rank)
+            weights = make_weights(self.shapes, 1)
+            self.errors[case] = check(self.shapes, case, weights, adapters, self.implementation)
         return self.errors[case]
 
-    def base_program(self, case: Case) -> Callable:
-        """The base step of a cell's tokens, compiled once."""
-        key = ("base", case.tokens)
-        if key not in self.programs:
-            x, _ = make_inputs(self.shapes, case)
-            step = functools.partial(base_step, self.shapes)
-            self.programs[key] = compiled(step, x, self.flat)
-        return self.programs[key][0]
-
-    def program(self, form: str, case: Case, adapters, each) -> tuple[Callable, float]:
-        """The step of a form, compiled once for its tokens and slots, and seconds to the first."""
+    def program(self, form: str, case: Case) -> tuple[Callable, float]:
+        """The step of a form, compiled once for its tokens and slots, and the seconds it took."""
         key = (form, case.tokens, case.slots, case.slot_rank)
         if key not in self.programs:
-            x, rows = make_inputs(self.shapes, case)
-            step = functools.partial(*self.step(form))
-            self.programs[key] = compiled(step, x, *self.operands(form, adapters, each), rows)
+            arrays = jax.eval_shape(functools.partial(self.operands, form, case))
+            self.programs[key] = compiled(functools.partial(*self.step(form)), *arrays)
         return self.programs[key]
-
-    def operands(self, form: str, adapters, each) -> tuple:
-        """Weights and adapters as a form takes them."""
-        return (self.flat, each) if form == "xla" else (self.weights, adapters)
-
-    def base(self, case: Case) -> dict[str, float]:
-        """Microseconds a layer of the base step, by way to compute it."""
-        if case.tokens not in self.base_us:
-            x, _ = make_inputs(self.shapes, case)
-            program = self.base_program(case)
-            self.base_us[case.tokens] = median_us(program, x, self.flat) / self.layers
-        found = {"base_xla_us": self.base_us[case.tokens]}
-        if case.tokens in self.cublas:
-            record = self.cublas[case.tokens]
-            found |= {"base_cublas_us": record["layer_us"], "products_us": record["products_us"]}
-        return found
-
-    def cell(self, case: Case, adapters, each) -> dict[str, Any]:
-        """All figures of one cell."""
-        record = {"tokens": case.tokens, "adapters": case.adapters, "rank": case.rank}
-        record |= {"slot_rank": case.slot_rank, "slots": case.slots}
-        record["floor_us"] = case.floor_us(self.shapes)
-        record["errors"] = self.check(case, adapters)
-        record |= self.base(case)
-        base = min(record[k] for k in ("base_xla_us", "base_cublas_us") if k in record)
-        x, rows = make_inputs(self.shapes, case)
-        for form in self.forms:
-            arrays = self.operands(form, adapters, each)
-            program, record[f"{form}_first_s"] = self.program(form, case, adapters, each)
-            record[f"{form}_us"] = median_us(program, x, *arrays, rows) / self.layers
-            if form != "xla":
-                none = median_us(program, x, *arrays, rows * 0) / self.layers
-                record[f"{form}_none_us"] = none
-            if self.profiled:
-                found = profile(program, x, *arrays, rows)
-                record[f"{form}_profile"] = show_profile(case, form, found, record, self.layers)
-        mine = min((record[f"{f}_us"] for f in self.forms if f != "xla"), default=None)
-        if mine is not None:
-            record |= {"base_us": base, "retention": base / mine, "added_us": mine - base}
-        show(record)
-        return record
 
     def step(self, form: str) -> tuple:
         """The function of a form, and its first arguments."""
-        if form == "xla":
-            return xla_step, self.shapes
+        if form in ("base", "xla"):
+            return {"base": base_step, "xla": xla_step}[form], self.shapes
         steps = {"loop": loop_step, "unrolled": unrolled_step}
         return steps[form], self.shapes, self.implementation
+
+    def operands(self, form: str, case: Case) -> tuple:
+        """Fresh x and weights of a form, and except for `base` adapters and row weights."""
+        x, rows = make_inputs(self.shapes, case)
+        weights = make_weights(self.shapes, self.layers)
+        if form == "base":
+            return x, unstack(weights)
+        adapters = make_adapters(self.shapes, self.layers, case.slots, case.slot_rank)
+        if form == "xla":
+            return x, unstack(weights), unstack(adapters), rows
+        return x, weights, adapters, rows
+
+    def base(self, cell: Base) -> dict[str, float]:
+        """Microseconds a layer of a base step."""
+        case = Case.of(cell.tokens, 1, 16)
+        program, _ = self.program("base", case)
+        return {"base_xla_us": median_us(program, *self.operands("base", case)) / self.layers}
+
+    def case(self, case: Case) -> dict[str, Any]:
+        """The errors of a cell, and the figures of each form."""
+        record = {"tokens": case.tokens, "adapters": case.adapters, "rank": case.rank}
+        record |= {"slot_rank": case.slot_rank, "slots": case.slots}
+        record |= {"floor_us": case.floor_us(self.shapes), "errors": self.check(case)}
+        for form in self.forms:
+            program, record[f"{form}_compile_s"] = self.program(form, case)
+            *arrays, rows = self.operands(form, case)
+            us = median_us(program, *arrays, rows) / self.layers
+            record[f"{form}_us"] = us
+            if form != "xla":
+                none = median_us(program, *arrays, rows * 0) / self.layers
+                record[f"{form}_none_us"] = none
+            if self.profiled:
+                record[f"{form}_profile"] = self.profile(us, program, *arrays, rows)
+        return record
+
+    def profile(self, us: float, program: Callable, *arrays) -> dict[str, Any]:
+        """Where a layer's microseconds go; `rest` is wall clock less kernels."""
+        found, layers = profile(program, *arrays), self.layers
+        return {
+            "products_us": found.products / layers,
+            "others_us": found.others / layers,
+            "gaps_us": found.gaps / layers,
+            "rest_us": us - found.busy / layers,
+            "kernels": {name: (t / layers, n / layers) for name, (t, n) in found.names.items()},
+        }
+
+
+def compared(record: dict[str, Any], base: dict[str, float]) -> dict[str, Any]:
+    """The record of a cell beside the base step's, as far as that is known."""
+    record = record | base
+    ours = [record[f"{f}_us"] for f in FORMS if f != "xla" and f"{f}_us" in record]
+    bases = [record[k] for k in ("base_xla_us", "base_cublas_us") if k in record]
+    if ours and bases:
+        base_us, mine = min(bases), min(ours)
+        record |= {"base_us": base_us, "retention": base_us / mine, "added_us": mine - base_us}
+    return record
 
 
 def show(record: dict[str, Any]) -> None:
@@ -201,55 +211,52 @@ def show(record: dict[str, Any]) -> None:
         line += f"  x floor {floor:.2f}"
     own = next(iter(record["errors"].values()))
     line += f"  error {own:.1e} (merged {record['errors']['merged']:.1e})"
-    first = [f"{f} {record[f'{f}_first_s']:.1f}" for f in FORMS if f"{f}_first_s" in record]
-    print(f"{line}  first s: {', '.join(first)}", flush=True)
+    spent = [f"{f} {record[f'{f}_compile_s']:.1f}" for f in FORMS if f"{f}_compile_s" in record]
+    print(f"{line}  compile s: {', '.join(spent)}", flush=True)
+    for form in FORMS:
+        if f"{form}_profile" in record:
+            show_profile(form, record[f"{form}_profile"])
 
 
-def show_profile(case: Case, form: str, found, record, layers: int) -> dict[str, Any]:
-    """Prints and returns where a layer's microseconds go; `rest` is wall clock less kernels."""
-    parts = {
-        "products_us": found.products / layers,
-        "others_us": found.others / layers,
-        "gaps_us": found.gaps / layers,
-        "rest_us": record[f"{form}_us"] - found.busy / layers,
-    }
-    columns = "  ".join(f"{name[:-3]} {us:6.1f}" for name, us in parts.items())
-    print(f"    {case.tokens}:{case.adapters}:{case.rank} {form:9} us a layer: {columns}")
-    kernels = {name: (us / layers, n / layers) for name, (us, n) in found.names.items()}
-    for name, (us, launches) in itertools.islice(kernels.items(), 8):
+def show_profile(form: str, found: dict[str, Any]) -> None:
+    """Where a layer's microseconds go."""
+    columns = "  ".join(f"{k[:-3]} {found[k]:6.1f}" for k in found if k != "kernels")
+    print(f"    {form:9} us a layer: {columns}")
+    for name, (us, launches) in itertools.islice(found["kernels"].items(), 8):
         print(f"        {us:7.2f} us in {launches:5.2f} launches a layer  {name[:80]}", flush=True)
-    return parts | {"kernels": kernels}
 
 
-def bench_of(args: argparse.Namespace, cublas: dict[int, dict]) -> Bench:
+def bench_of(args: argparse.Namespace) -> Bench:
     """The model of the options."""
     forms = tuple(args.forms.split(","))
-    return Bench(MODELS[args.model], args.layers, args.implementation, forms, cublas, args.profile)
+    return Bench(MODELS[args.model], args.layers, args.implementation, forms, args.profile)
 
 
-def main(args: argparse.Namespace, cases: list[Case]) -> list[dict[str, Any]]:
+def main(args: argparse.Namespace, cases: list[Case]) -> None:
     """Measures cells, prints them, and writes what was asked for."""
-    deadline = time.monotonic() + args.seconds
     tokens = sorted({case.tokens for case in cases})
     cublas = {}
     if args.glue != "none":
         cublas = cublas_graph.measure(args.model, tokens, args.layers, args.glue, args.torch_python)
+    base = {
+        t: {"base_cublas_us": found["layer_us"], "products_us": found["products_us"]}
+        for t, found in cublas.items()
+    }
     print(f"jax {jax.__version__}, {args.model}, {args.layers} layers, us a layer", flush=True)
+    about = {"jax": jax.__version__, "model": args.model, "layers": args.layers}
     records: list[dict[str, Any]] = []
-    make_bench = functools.partial(bench_of, args, cublas)
-    one = args.jobs == 1
-    measured = make_bench().run(cases) if one else jobs.in_turn(make_bench, cases, args.jobs)
-    for device, record in measured:
-        records.append(record)
-        about = {"device": device, "jax": jax.__version__, "model": args.model}
-        if args.json:
-            whole = about | {"layers": args.layers, "cells": records}
-            args.json.write_text(json.dumps(whole, indent=1) + "\n")
-        if time.monotonic() > deadline:
-            break
-    measured.close()
-    if len(records) < len(cases):
-        print(f"out of time: {len(cases) - len(records)} of {len(cases)} cells not measured")
-    if args.plot:
-        draw(records, args.plot)
-    return records
+    make_bench, cells = functools.partial(bench_of, args), [*map(Base, tokens), *cases]
+    key = functools.partial(shared, cases[0])
+    try:
+        for cell, record in jobs.in_turn(make_bench, cells, args, key=key):
+            about["device"] = record.pop("device")
+            if isinstance(cell, Base):
+                base[cell.tokens] = record | base.get(cell.tokens, {})
+                continue
+            records.append(compared(record, base.get(cell.tokens, {})))
+            show(records[-1])
+            if args.json:
+                args.json.write_text(json.dumps(about | {"cells": records}, indent=1) + "\n")
+    finally:
+        if args.plot and records:
+            draw(records, args.plot)

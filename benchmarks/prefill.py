@@ -1,6 +1,6 @@
 """Prefill: the base step, and what LoRA adds to it, in the shapes of a Llama.
 
-    python benchmarks/prefill.py --json prefill.json
+    python benchmarks/prefill.py --json prefill.json --jobs 6
     python benchmarks/prefill.py --quick
 
 Tokens come in equal segments, one for each adapter. Options and columns as in decode.py.

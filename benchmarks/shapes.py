@@ -84,6 +84,10 @@ class Case:
             return case
         return cls(case.tokens, case.adapters, case.ranks, int(slot_rank), ordered)
 
+    def __str__(self) -> str:
+        """The cell as `parse` reads it, without its slot rank."""
+        return f"{self.tokens}:{self.adapters}:{self.rank}"
+
     @property
     def rank(self) -> str:
         """The ranks as `parse` reads them."""

@@ -1,10 +1,12 @@
 """The GPU benchmarks at tiny sizes on a CPU: what they time is right, and what they say is true."""
 
+import argparse
 import functools
 
 import checks
 import clocks
 import cublas_graph
+import decode
 import gpu_forms
 import gpu_layers
 import jax
@@ -20,7 +22,9 @@ import shapes
 import tune_gpu
 from shapes import MODELS, Case, Shapes
 
+from lorajax.kernels_pallas.gpu import tiles
 from lorajax.kernels_pallas.gpu.plan import Device
+from lorajax.kernels_pallas.gpu.tiles import Tile
 from lorajax.sharding import Partition
 from tests.benchmarks import clockwork
 from tests.compiles import quick_compiles
@@ -81,14 +85,15 @@ def test_every_form_of_the_step_computes_the_same(arrays):
     weights, adapters = arrays
     x, rows = gpu_layers.make_inputs(TINY, CASE)
     flat, each = gpu_layers.unstack(weights), gpu_layers.unstack(adapters)
-    want = np.asarray(gpu_layers.xla_step(TINY, x, flat, each, rows), np.float32)
-    plain = np.asarray(gpu_layers.base_step(TINY, x, flat), np.float32)
+    xla, base = (functools.partial(f, TINY) for f in (gpu_layers.xla_step, gpu_layers.base_step))
+    want = np.asarray(jax.jit(xla)(x, flat, each, rows), np.float32)
+    plain = np.asarray(jax.jit(base)(x, flat), np.float32)
     for run in (LOOP, UNROLLED):
         got = np.asarray(run(x, weights, adapters, rows), np.float32)
         np.testing.assert_allclose(got, want, atol=0.06)
-        base = np.asarray(run(x, weights, adapters, rows * 0), np.float32)
-        np.testing.assert_allclose(base, plain, atol=0.06)
-        assert np.abs(got - base).max() > 0.5
+        none = np.asarray(run(x, weights, adapters, rows * 0), np.float32)
+        np.testing.assert_allclose(none, plain, atol=0.06)
+        assert np.abs(got - none).max() > 0.5
 
 
 def test_adapters_take_turns_where_they_are_fewer_than_layers(arrays, monkeypatch):
@@ -113,36 +118,73 @@ def test_the_check_passes_what_is_right_and_stops_what_is_not(arrays, monkeypatc
 
 
 def test_a_record_has_every_form_and_the_faster_base():
-    cublas = {6: {"layer_us": 1e-3, "products_us": 1e-4}}
-    bench = measure.Bench(TINY, 2, "xla", ("xla", "loop", "unrolled"), cublas)
-    bench.prepare([CASE])
+    bench = measure.Bench(TINY, 1, "xla", ("xla", "loop", "unrolled"))
+    bench.prepare(CASE)
     prepared = dict(bench.programs)
-    ((device, record),) = bench.run([CASE])
+    found = bench.measure(CASE)
     assert bench.programs == prepared  # nothing is compiled while it is timed
-    assert device == jax.devices()[0].device_kind
-    assert record["base_us"] == record["base_cublas_us"] == 1e-3
+    assert found["device"] == jax.devices()[0].device_kind
+    assert {"xla_us", "loop_none_us", "unrolled_none_us", "loop_compile_s"} <= found.keys()
+    base = bench.measure(measure.Base(CASE.tokens))
+    record = measure.compared(found, base | {"base_cublas_us": 1e-3})
+    assert record["base_us"] == 1e-3 < record["base_xla_us"]
     mine = min(record["loop_us"], record["unrolled_us"])
     assert record["retention"] == 1e-3 / mine
     assert record["added_us"] == mine - 1e-3
-    assert {"xla_us", "loop_none_us", "unrolled_none_us", "loop_first_s"} <= record.keys()
+    assert "retention" not in measure.compared(found, {})
+
+
+def options(jobs_: int, patience: float = 60.0) -> argparse.Namespace:
+    """As `jobs.add_options` has them."""
+    return argparse.Namespace(jobs=jobs_, seconds=60.0, patience=patience)
 
 
 def test_processes_prepare_side_by_side_and_measure_in_turn():
-    cases = [Case.of(t, d, 16) for t, d in ((8, 1), (64, 8), (8, 8), (256, 8))]
-    found = [record for _, record in jobs.in_turn(clockwork.Bench, cases, 2)]
-    assert sorted(r["case"].tokens for r in found) == [8, 8, 64, 256]
-    prepared, starts, ends = zip(*(r["times"] for r in found), strict=True)
+    cells = ["a1", "b1", "a2", "c1"]
+    found = list(jobs.in_turn(clockwork.Bench, cells, options(2), key=lambda cell: cell[0]))
+    assert [cell for cell, _ in found] == ["a1", "a2", "b1", "c1"]
+    prepared, starts, ends = zip(*(record["times"] for _, record in found), strict=True)
     assert max(prepared) < min(starts)
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
-    with pytest.raises(RuntimeError, match="one ended before that"):
-        list(jobs.in_turn(clockwork.Broken, cases, 2))
 
 
-def test_cells_of_the_same_tokens_stay_in_one_process():
-    cases = [Case.of(t, 1, r) for t in (1, 8, 64) for r in (8, 16)]
-    found = jobs.shares(cases, 2)
-    assert [sorted({c.tokens for c in share}) for share in found] == [[1, 64], [8]]
-    assert len(jobs.shares(cases, 8)) == 3
+def test_a_process_in_trouble_costs_its_own_cells_only(capsys):
+    cells = ["dies", "hangs", "is wrong", "is fine", "dies late", "is lost"]
+    pairs = {"is wrong": 2, "is fine": 2, "dies late": 3, "is lost": 3}
+    key = lambda cell: pairs.get(cell, cell)
+    measured = jobs.in_turn(clockwork.Trouble, cells, options(4, patience=5.0), key=key)
+    assert next(measured)[0] == "is fine"
+    with pytest.raises(SystemExit, match="5 of 6 not measured: dies, hangs, is wrong, dies late"):
+        next(measured)
+    printed = capsys.readouterr().out
+    assert "not measured: dies: its process ended, at dies" in printed
+    assert "not measured: hangs: its process was silent for 5 s, at hangs" in printed
+    assert "not measured: is wrong: ValueError: wrong" in printed
+    assert "not measured: is lost: its process ended, at dies late" in printed
+
+
+def test_one_process_measures_without_preparing_all_and_stops_in_time():
+    late = options(1)
+    late.seconds = -1.0
+    with pytest.raises(SystemExit, match="1 of 1 not measured: a"):
+        list(jobs.in_turn(clockwork.Trouble, ["a"], late))
+    wrong = list(jobs.in_turn(clockwork.Trouble, ["is wrong"], options(1)))
+    assert [cell for cell, _ in wrong] == ["is wrong"]  # `measure` alone was called
+
+
+def test_processes_have_about_equal_numbers_of_programs():
+    cases = decode.cells(quick=True)
+    cells, key = [measure.Base(8), *cases], functools.partial(measure.shared, cases[0])
+    every = {key(cell) for cell in cells}
+    assert len(every) < len(cases)  # cells that differ in active adapters share programs
+    for count in (1, 4, 5, 100):
+        dealt = jobs.shares(cells, count, key)
+        assert len(dealt) == min(count, len(every))
+        keys = [{key(cell) for cell in share} for share in dealt]
+        assert sum(map(len, keys)) == len(every)  # none in two processes
+        assert max(map(len, keys)) - min(map(len, keys)) <= 1
+        assert sorted(str(c) for share in dealt for c in share) == sorted(map(str, cells))
+    assert dealt[0][:2] == cells[:2]  # a base step prepares nothing, and takes no process
 
 
 def test_a_profile_is_summed_by_kind_with_its_gaps():
@@ -200,8 +242,24 @@ def test_the_plot_is_a_png(tmp_path):
 def test_every_plain_form_is_right_to_bfloat16(arrays):
     weights, adapters = (jax.tree.map(lambda a: a[:1], tree) for tree in arrays)
     (w,), (a,) = gpu_layers.unstack(weights), gpu_layers.unstack(adapters)
-    found = gpu_forms.errors(TINY, CASE, gpu_forms.forms_of(CASE), w, a)
+    forms = gpu_forms.forms_of(CASE)
+    found = {n: gpu_forms.error(TINY, CASE, form, w, a) for n, form in forms.items()}
     assert max(found.values()) <= 2 * found["now"] < 1e-2
+
+
+def test_the_best_form_is_named_and_a_wrong_one_is_not_passed_over(capsys):
+    base, now, other = gpu_forms.cells_of([CASE], ["now", "x A, slices"])
+    assert (base.form, now.form, other.form) == ("base", "now", "x A, slices")
+    bench = gpu_forms.Bench(TINY, 1, profiled=False)
+    found = {base: bench.measure(base), now: bench.measure(now)}
+    assert found[now]["us"] > 0 < found[base]["us"]
+    error = found[now]["error"]
+    found[other] = {"us": 0.1, "error": error}
+    gpu_forms.show_best(found)
+    assert capsys.readouterr().out == "6:2:8+24   best  by wall clock: x A, slices 0.1\n"
+    found[other] = {"us": 0.1, "error": 3 * error}
+    with pytest.raises(ValueError, match="no form may err twice as much"):
+        gpu_forms.show_best(found)
 
 
 def test_a_mesh_adds_no_collective_and_loads_while_it_steps():
@@ -219,6 +277,31 @@ def test_the_tuner_tries_only_what_can_run():
         found = list(tune_gpu.candidates(plan))
         assert found
         assert all(t.split == 1 or t.split * plan.tiles <= device.sms for t in found)
+
+
+def test_the_tuner_checks_the_program_that_it_times(monkeypatch):
+    bench = tune_gpu.Bench(TINY, 2, "xla")
+    one = tune_gpu.Candidate("o", 6, None)
+    assert bench.measure(one)["us"] > 0
+    monkeypatch.setattr(tune_gpu, "stacked", lambda _, x, w, *rest: jnp.dot(x, w[0]))
+    other = tune_gpu.Candidate("o", 6, Tile(1, 64, 4))
+    with pytest.raises(ValueError, match="a tile must not change the result"):
+        bench.prepare(other)
+
+
+def test_a_tile_is_taken_where_it_gains_a_hundredth(tmp_path, monkeypatch, capsys):
+    device = Device(132, 227 * 1024, "a card")
+    plan = tune_gpu.rule(device, Case.of(64, 8, 16), 4096, (4096,))
+    tile = Tile(2, 64, 6)
+    assert tune_gpu.best("o", plan, {None: 100.0, tile: 99.5}) is None
+    assert tune_gpu.best("o", plan, {None: 100.0, tile: 98.0, Tile(1, 64, 6): 99.0}) == tile
+    assert "best   98.0 Tile(split=2, depth=64, stages=6) of 2" in capsys.readouterr().out
+    monkeypatch.setattr(tiles, "__file__", str(tmp_path / "tiles.py"))
+    monkeypatch.setattr(tiles, "table", lambda kind: {(8, 8, 8): tile, (8, 16, 8): tile})
+    (tmp_path / "tiles").mkdir()
+    tune_gpu.write(device, {(8, 8, 8): None, (4096, 4096, 64): tile})
+    written = tiles.parse((tmp_path / "tiles" / "a-card.json").read_text(), "a-card.json")
+    assert written == {(8, 16, 8): tile, (4096, 4096, 64): tile}
 
 
 @pytest.mark.oracle
