@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from lorajax.kernels_pallas.checks import Layer
 from lorajax.kernels_pallas.gpu import kernel, refs
-from lorajax.kernels_pallas.gpu.plan import HALF, TILE, Device, Plan, unsupported
+from lorajax.kernels_pallas.gpu.plan import HALF, Device, Plan, unsupported
 from lorajax.kernels_pallas.gpu.schedule import Ref
 from lorajax.kernels_pallas.gpu.tiles import find as find_tile
 from lorajax.kernels_pallas.routing import MAX_BLOCK, Routing
@@ -122,7 +122,7 @@ def launch(
     run = plgpu.kernel(
         _body(plan, f"lora_{'delta' if w is None else 'linear'}_gpu_{plan.d_in}x{d_out}"),
         out_type=outputs,
-        scratch_types=_scratch(plan, out_dtype, x.dtype),
+        scratch_types=scratch(plan, out_dtype, x.dtype),
         grid=(plan.clusters,),
         grid_names=("cluster",),
         cluster=(plan.split,),
@@ -160,7 +160,7 @@ def _body(plan: Plan, name: str) -> Callable[..., None]:
     return body
 
 
-def _scratch(plan: Plan, out_dtype: jnp.dtype, dtype: jnp.dtype) -> dict[str, Any]:
+def scratch(plan: Plan, out_dtype: jnp.dtype, dtype: jnp.dtype) -> dict[str, Any]:
     """Shared memory and barriers."""
 
     def tiles(shape: tuple[int, ...], kind: jnp.dtype) -> Any:
@@ -174,9 +174,9 @@ def _scratch(plan: Plan, out_dtype: jnp.dtype, dtype: jnp.dtype) -> dict[str, An
         for i, n in enumerate(refs.arrivals(plan))
     }
     return {
-        "ring": plgpu.RefUnion(
+        "ring": plgpu.RefUnion(  # a stage is at the same place in both
             tiles((plan.stages, plan.depth, plan.width), dtype),
-            tiles((plan.stages, TILE, plan.depth), dtype),
+            tiles((plan.stages, plan.width, plan.depth), dtype),
         ),
         "tokens": plgpu.RefUnion(
             tiles((plan.stages, plan.columns, plan.depth), dtype),

@@ -33,7 +33,7 @@ class Refs:
     y: Ref  # [T, d_out]
     h: Ref  # [P G columns, packed rank rows], see `h_row`
     h_part: Ref  # f32[jobs, 2, 64, columns], sums of parts of shrink tiles
-    ring: Ref  # [0]: stages of a tile of w or B [depth, 128]; [1]: of A [128, depth]
+    ring: Ref  # [0]: stages of a tile of w or B [depth, width]; [1]: of A, its first 128 rows
     tokens: Ref  # [0]: stages of [columns, depth]; [1], after them: the inbox of other parts' sums
     inbox_full: Ref  # i32[2, 2], a barrier for the inbox of each consumer
     out: Ref  # [2, tokens, 64], one staging tile for each consumer; [0]: of y, [1]: of h

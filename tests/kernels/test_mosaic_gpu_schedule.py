@@ -2,13 +2,14 @@
 
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lorajax.kernels_pallas.gpu import packing, schedule
+from lorajax.kernels_pallas.gpu import launch, packing, schedule
 from lorajax.kernels_pallas.gpu.plan import GPCS, TILE, Device, Plan, unsupported
 
 H200 = Device(132, 227 * 1024)
@@ -246,6 +247,14 @@ def test_the_pipeline_fits_in_shared_memory(tokens, slices):
     used = plan.stages * plan.stage_bytes + plan.out_bytes
     assert used <= H200.shared_bytes
     assert plan.stages >= 3
+
+
+def test_a_stage_has_one_place_whatever_it_holds(plan):
+    """An SM that shrinks before its tile must not write a stage over another one's A."""
+    ring = launch.scratch(plan, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16))["ring"]
+    views = [ref.shape for ref in ring.refs]
+    assert len(views) == 2
+    assert {math.prod(shape[1:]) for shape in views} == {plan.width * plan.depth}
 
 
 @pytest.mark.parametrize("device", [H200, SMALL], ids=["132 SMs", "20 SMs"])
