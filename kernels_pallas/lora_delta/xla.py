@@ -1,5 +1,7 @@
 """`lora_delta` in plain XLA: the reference that every kernel must equal."""
 
+import functools
+import itertools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from lorajax.kernels_pallas.checks import Layer, take_layer
-from lorajax.kernels_pallas.routing import Routing
+from lorajax.kernels_pallas.routing import MAX_BLOCK, Routing
 from lorajax.kernels_pallas.weights import LoraWeights
 
 _PACK = 128  # rank rows of one step over a block's active slots
@@ -108,21 +110,53 @@ def expand(
 ) -> Float[Array, "T d_out"]:
     """`hᵀ B` in float32. B needs no mask, since `write_slots` keeps it finite.
 
+    A GPU multiplies all slices' h and the whole of B at once while tokens are few: there a launch,
+    and a copy of a slice of B, cost more than what is not used of the product.
+
     Args:
         h: `[S, G, R, T]` from `shrink`, rounded to the dtype of the product.
         B: `[S, R, d_out]`, in h's dtype.
         slices: Widths of the G slices of d_out.
     """
-    S, _, R, T = h.shape
-    B = B.reshape(S * R, -1)
-    parts, start = [], 0
-    for g, width in enumerate(slices):
-        columns = lax.slice_in_dim(B, start, start + width, axis=1)
-        h_g = h[:, g].reshape(S * R, T)
-        contract = (((0,), (0,)), ((), ()))
-        parts.append(lax.dot_general(h_g, columns, contract, preferred_element_type=jnp.float32))
-        start += width
+    S, G, R, T = h.shape
+    h, B = h.swapaxes(0, 1).reshape(G, S * R, T), B.reshape(S * R, -1)
+    if G == 1 or T > MAX_BLOCK:
+        return expand_apart(h, B, slices)
+    apart, together = (functools.partial(f, slices=slices) for f in (expand_apart, expand_together))
+    return lax.platform_dependent(h, B, cuda=together, rocm=together, default=apart)
+
+
+def expand_apart(
+    h: Float[Array, "G ranks T"], B: Float[Array, "ranks d_out"], slices: tuple[int, ...]
+) -> Float[Array, "T d_out"]:
+    """A product for each slice."""
+    parts = [_product(h[g], columns) for g, columns in enumerate(_cut(B, slices))]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def expand_together(
+    h: Float[Array, "G ranks T"], B: Float[Array, "ranks d_out"], slices: tuple[int, ...]
+) -> Float[Array, "T d_out"]:
+    """One product of every slice's h and all columns, of which each slice takes its own."""
+    G, ranks, T = h.shape
+    every = _product(h.swapaxes(0, 1).reshape(ranks, G * T), B).reshape(G, T, -1)
+    return jnp.concatenate([_cut(every[g], slices)[g] for g in range(G)], axis=1)
+
+
+def _product(
+    h: Float[Array, "ranks T"], B: Float[Array, "ranks columns"]
+) -> Float[Array, "T columns"]:
+    contract = (((0,), (0,)), ((), ()))
+    return lax.dot_general(h, B, contract, preferred_element_type=jnp.float32)
+
+
+def _cut(a: Float[Array, "n d_out"], slices: tuple[int, ...]) -> list[Array]:
+    """The columns of each slice."""
+    ends = itertools.accumulate(slices)
+    return [
+        lax.slice_in_dim(a, end - width, end, axis=1)
+        for end, width in zip(ends, slices, strict=True)
+    ]
 
 
 def _slots_delta(
