@@ -24,7 +24,6 @@ from lorajax.kernels_pallas.gpu.refs import (
     h_row,
     leave,
     rank_rows,
-    slot_rows,
 )
 from lorajax.kernels_pallas.gpu.schedule import Scalar
 
@@ -170,7 +169,7 @@ def h_writer(plan, r, wg, packed, block, group, pack):
         return found
 
     rows = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=WGMMA.reduce(1))
-    starts = [slot_rows(plan, r, slot, group) + row for slot, row, _ in slots]
+    starts = [packing.row_of_a(plan, r.layer[0], slot, group, row) for slot, row, _ in slots]
     starts = [start - j * plan.piece for j, start in enumerate(starts)]
     scale = gather(r.scale, rows + by_piece(rows, starts))
 

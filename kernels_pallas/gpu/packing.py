@@ -112,3 +112,17 @@ def piece(plan: Plan, packing: Packing, row: Scalar) -> tuple[Scalar, Scalar]:
     together, apart = div(row, plan.slot_rows), div(row, plan.rank)
     index = jnp.where(packing.joined, together, apart)
     return index, row - jnp.where(packing.joined, together * plan.slot_rows, apart * plan.rank)
+
+
+def row_of_a(plan: Plan, layer: Scalar, slot: Scalar, group: Scalar, row: Scalar) -> Scalar:
+    """Where a row of a slot and group of slices is in A, `[L S G R, d_in]`, and in scale."""
+    return ((layer * plan.slots + slot) * plan.num_slices + group) * plan.rank + row
+
+
+def row_of_b(
+    plan: Plan, packing: Packing, layer: Scalar, slot: Scalar, g: Scalar, row: Scalar
+) -> tuple[Scalar, Scalar]:
+    """(where a row of a slot is in B, `[L S R, d_out]`; whether it is a row of slice g)."""
+    of = div(row, plan.rank)
+    mine = ~packing.joined | (of == g)
+    return row + (layer * plan.slots + slot - of) * plan.rank, mine

@@ -18,7 +18,6 @@ from lorajax.kernels_pallas.gpu.refs import (
     h_row,
     leave,
     rank_rows,
-    slot_rows,
 )
 from lorajax.kernels_pallas.gpu.schedule import Scalar
 
@@ -75,7 +74,7 @@ def feed_shrink(plan, r, packed, job, stage):
     low, high = packing.part_steps(plan, packed, part)
     found = rank_rows(plan, r, packed, block, active, pack * TILE, TILE // plan.piece)
     rows = [
-        jnp.where(there, slot_rows(plan, r, slot, group) + row, r.A.shape[0])
+        jnp.where(there, packing.row_of_a(plan, r.layer[0], slot, group, row), r.A.shape[0])
         for slot, row, there in found
     ]
 
@@ -122,10 +121,8 @@ def feed_tile(plan, r, packed, sm, index, active, begun, stage):
         return [slot for slot, _, _ in pieces(i)]
 
     def row_of_b(slot, row, there):
-        of = schedule.div(row, plan.rank)
-        mine = there & (~packed.joined | (of == g))  # what is not reads as zero
-        row += (r.layer[0] * plan.slots + slot - of) * plan.rank
-        return jnp.where(mine, row, r.B.shape[0])
+        row, mine = packing.row_of_b(plan, packed, r.layer[0], slot, g, row)
+        return jnp.where(there & mine, row, r.B.shape[0])  # outside B, where it reads as zero
 
     def expand(i, state):
         stage, slots = state

@@ -100,8 +100,3 @@ def rank_rows(plan, r, packed, block, active, first, pieces):
         slot = r.active[block, jnp.minimum(index, plan.slots - 1)]
         found.append((slot, row, index < active))
     return found
-
-
-def slot_rows(plan: Plan, r: Refs, slot: Scalar, group: Scalar) -> Scalar:
-    """The first row of a slot and group of slices in `A` and in `scale`."""
-    return ((r.layer[0] * plan.slots + slot) * plan.num_slices + group) * plan.rank
