@@ -54,8 +54,8 @@ def arrivals(plan: Plan) -> tuple[int, int, int]:
 
 def counter_sizes(plan: Plan) -> tuple[int, ...]:
     """Counters: warpgroups that left and blocks that entered, finished parts of h, finished h."""
-    slices = plan.blocks * plan.num_slices
-    return 2, CONSUMERS * slices * plan.max_packs, slices
+    cut = plan.num_slices * plan.max_packs if plan.blocks == 1 else 0  # shrink tiles, see packing
+    return 2, CONSUMERS * cut, plan.blocks * plan.num_slices
 
 
 def h_parts(plan: Plan, r: Refs, tile: Scalar, wg: Scalar) -> Ref:
