@@ -63,7 +63,7 @@ def exact_delta(x, A, B, scale, rows, slices):
     return np.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("tokens", [5, 24, 40])
+@pytest.mark.parametrize("tokens", [5, 40])
 @pytest.mark.parametrize("slices", [(256,), (256, 128, 128)], ids=["one slice", "three"])
 @pytest.mark.parametrize(("rank", "used"), [(8, 2), (16, 1), (16, 2), (16, 9), (64, 2), (128, 3)])
 def test_the_packed_rows_give_the_delta(tokens, slices, rank, used):

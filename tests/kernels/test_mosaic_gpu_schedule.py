@@ -153,11 +153,10 @@ def jobs_of_sms(plan, found):
 
 
 def test_sms_past_the_shrinkers_have_no_shrink_jobs(plan):
-    for active in (0, 1, plan.slots):
-        assert not any(jobs_of_sms(plan, packed(plan, active))[plan.shrinkers :])
+    assert not any(jobs_of_sms(plan, packed(plan, plan.slots))[plan.shrinkers :])
 
 
-@pytest.mark.parametrize("active", [1, 3, 5, 64])
+@pytest.mark.parametrize("active", [1, 5, 64])
 def test_shrink_parts_cover_every_step_of_every_pack_once(plan, active):
     found = packed(plan, active)
     jobs = list(itertools.chain(*jobs_of_sms(plan, found)))
