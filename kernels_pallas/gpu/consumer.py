@@ -18,7 +18,7 @@ from lorajax.kernels_pallas.gpu.refs import (
     SHRINK,
     WGMMA,
     Refs,
-    active_of,
+    each_tile,
     h_done,
     h_parts,
     h_row,
@@ -47,15 +47,12 @@ def consume(plan: Plan, r: Refs, sm: Scalar, wg: Scalar) -> None:
         lax.fori_loop(0, jnp.where(packed.parts > 1, mine, 0), finish, None)
         return stage
 
-    def tile(i, state):
-        stage, active = state
-        following = active_of(plan, r, packed, sm, i + 1)
-        return run_tile(plan, r, packed, sm, wg, i, active, stage), following
+    def tile(i, active, stage):
+        return run_tile(plan, r, packed, sm, wg, i, active, stage)
 
     stage = lax.cond(sm < plan.shrinkers, shrinks, lambda: jnp.int32(0))
     leave(plan, r)
-    active = active_of(plan, r, packed, sm, 0)
-    lax.fori_loop(0, schedule.pieces(plan, sm), tile, (stage, active))
+    each_tile(plan, r, packed, sm, stage, tile)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -93,7 +90,7 @@ def transpose(ref):
 def run_shrink(plan, r, wg, packed, job, stage):
     """One part of a tile of A xᵀ: kept in `h_part`, or written to h where it is the whole tile."""
     tile, part, block, group, pack = packing.place(plan, packed, job)
-    used = pack < packing.fill(plan, packed.joined, r.count[block], TILE)
+    used = packing.used(plan, packed, r.count[block], pack)
     low, high = packing.part_steps(plan, packed, part)
     steps = jnp.where(used, high - low, 0)
 
@@ -123,7 +120,7 @@ def add_h(plan, r, wg, packed, job):
     count, width = packed.parts, plan.h_columns
     first = tile * count
 
-    @pl.when(pack < packing.fill(plan, packed.joined, r.count[block], TILE))
+    @pl.when(packing.used(plan, packed, r.count[block], pack))
     def _():
         write = h_writer(plan, r, wg, packed, block, group, pack)
         sync.wait(h_parts(plan, r, tile, wg), count)
@@ -136,8 +133,7 @@ def add_h(plan, r, wg, packed, job):
             ]
             write(add_up(found, count), t, width)
 
-        groups = plan.columns // width
-        lax.fori_loop(0, schedule.div(groups - part + count - 1, count), add, None)
+        lax.fori_loop(0, schedule.dealt(plan.columns // width, part, count), add, None)
         finish_h(plan, r, block, group)
 
 

@@ -46,6 +46,11 @@ def fill(plan: Plan, joined: Scalar, active: Scalar, size: int) -> Scalar:
     return div(active * rows + size - 1, size)
 
 
+def used(plan: Plan, packing: Packing, active: Scalar, pack: Scalar) -> Scalar:
+    """Whether a pack of 128 rank rows has some of a block with `active` slots."""
+    return pack < fill(plan, packing.joined, active, TILE)
+
+
 def _parts(plan: Plan, tiles: Scalar) -> Scalar:
     """Parts of each of `tiles` shrink tiles.
 

@@ -13,7 +13,7 @@ from lorajax.kernels_pallas.gpu.refs import (
     EXPAND,
     SHRINK,
     Refs,
-    active_of,
+    each_tile,
     h_done,
     h_row,
     leave,
@@ -43,13 +43,10 @@ def produce(plan: Plan, r: Refs, sm: Scalar) -> None:
     # Read here: sooner it would delay the copies, later it queues behind those of a full ring.
     packed = packing.pack(plan, r.most[0])
 
-    def tile(i, state):
-        stage, active = state
-        following = active_of(plan, r, packed, sm, i + 1)
-        done = jnp.where(i == 0, begun, 0)
-        return feed_tile(plan, r, packed, sm, i, active, done, stage), following
+    def tile(i, active, stage):
+        return feed_tile(plan, r, packed, sm, i, active, jnp.where(i == 0, begun, 0), stage)
 
-    lax.fori_loop(0, tiles, tile, (stage, active_of(plan, r, packed, sm, 0)))
+    each_tile(plan, r, packed, sm, stage, tile)
     leave(plan, r)
     if plan.split > 1:
         pl.when(tiles > 0)(cluster.meet)
@@ -70,7 +67,7 @@ def feed_shrink(plan, r, packed, job, stage):
     """Copies one part of one tile of A xᵀ. Rows past the last active slot read as zero."""
     _, part, block, group, pack = packing.place(plan, packed, job)
     active = r.count[block]
-    used = pack < packing.fill(plan, packed.joined, active, TILE)
+    used = packing.used(plan, packed, active, pack)
     low, high = packing.part_steps(plan, packed, part)
     found = rank_rows(plan, r, packed, block, active, pack * TILE, TILE // plan.piece)
     rows = [

@@ -1,8 +1,10 @@
 """What the kernel body works on: references, counters, and what both kinds of warpgroup derive."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lorajax.kernels_pallas.gpu import packing, schedule, sync
@@ -20,7 +22,7 @@ class Refs:
 
     layer: Ref  # i32[1], of the slots
     base_layer: Ref  # i32[1], of w
-    counters: Ref  # i32, zeros between launches; see `Counters`
+    counters: Ref  # i32, zeros between launches; see `counter_sizes`
     most: Ref  # i32[1], the largest of `count`
     count: Ref  # i32[P]
     active: Ref  # i32[P, S]
@@ -36,7 +38,7 @@ class Refs:
     ring: Ref  # [0]: stages of a tile of w or B [depth, width]; [1]: of A, its first 128 rows
     tokens: Ref  # [0]: stages of [columns, depth]; [1], after them: the inbox of other parts' sums
     inbox_full: Ref  # i32[2, 2], a barrier for the inbox of each consumer
-    out: Ref  # [2, tokens, 64], one staging tile for each consumer; [0]: of y, [1]: of h
+    out: Ref  # [2, buffers, tokens, 64], staging tiles of each consumer; [0]: of y, [1]: of h
     full: tuple[Ref, ...]  # barriers of base, shrink and expand stages
     empty: Ref
 
@@ -84,12 +86,23 @@ def leave(plan: Plan, r: Refs) -> None:
     sync.leave(r.counters.at[0], 3 * plan.sms, sum(counter_sizes(plan)) - 1)
 
 
-def active_of(plan: Plan, r: Refs, packed: Packing, sm: Scalar, index: Scalar) -> Scalar:
-    """The number of active slots of an SM's `index`-th piece of work.
+def each_tile(
+    plan: Plan, r: Refs, packed: Packing, sm: Scalar, stage: Scalar, run: Callable[..., Scalar]
+) -> None:
+    """Calls `run(index, active slots, stage)` for an SM's output tiles; it returns the next stage.
 
-    Read it a piece ahead: behind the copies of a full ring it takes microseconds.
+    What is active is read a tile ahead: behind the copies of a full ring it takes microseconds.
     """
-    return packed.most if plan.blocks == 1 else r.count[schedule.block_of(plan, sm, index)]
+
+    def active_of(index):
+        return packed.most if plan.blocks == 1 else r.count[schedule.block_of(plan, sm, index)]
+
+    def tile(i, state):
+        stage, active = state
+        following = active_of(i + 1)
+        return run(i, active, stage), following
+
+    lax.fori_loop(0, schedule.pieces(plan, sm), tile, (stage, active_of(0)))
 
 
 def rank_rows(plan, r, packed, block, active, first, pieces):

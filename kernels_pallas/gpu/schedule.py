@@ -52,7 +52,7 @@ def tile_place(plan: Plan, sm: Scalar) -> Scalar:
     return rem(sm + plan.sms - plan.free_sms, plan.sms)
 
 
-def dealt(jobs: Scalar, place: Scalar, places: int) -> Scalar:
+def dealt(jobs: Scalar, place: Scalar, places: Scalar) -> Scalar:
     """How many of `jobs`, dealt out in turn to some places, fall to one of them."""
     return div(jnp.maximum(jobs - place + places - 1, 0), places)
 
