@@ -35,6 +35,7 @@ from jax import lax
 from shapes import MODELS, Case, Shapes
 
 from lorajax.kernels_pallas import LoraWeights, Routing, lora_linear, make_routing
+from lorajax.kernels_pallas.lora_delta.xla import expand_apart, expand_together
 
 ROWS_BY_ROWS = (((1,), (1,)), ((), ()))  # contracts the last axes of two matrices
 
@@ -59,14 +60,17 @@ def shrink_ax(x, A, scale, weights):
     return h.transpose(1, 3, 0, 2).reshape(G, -1, S * R)
 
 
-def expand_slices(y, h, B, slices):
-    """A product for each slice in float32, then one pass that adds."""
-    cuts = np.cumsum(slices)[:-1].tolist()
-    parts = [
-        jnp.dot(h[g], part, preferred_element_type=jnp.float32)
-        for g, part in enumerate(jnp.split(B, cuts, axis=1))
-    ]
-    return (y.astype(jnp.float32) + jnp.concatenate(parts, axis=1)).astype(y.dtype)
+def added(expand: Callable) -> Callable:
+    """The expand of plain XLA in float32, then one pass that adds."""
+
+    def run(y, h, B, slices):
+        delta = expand(h.swapaxes(1, 2), B, slices)
+        return (y.astype(jnp.float32) + delta).astype(y.dtype)
+
+    return run
+
+
+expand_slices, expand_one = added(expand_apart), added(expand_together)
 
 
 def expand_added(y, h, B, slices):
@@ -74,17 +78,6 @@ def expand_added(y, h, B, slices):
     cuts = np.cumsum(slices)[:-1].tolist()
     pairs = zip(jnp.split(y, cuts, axis=1), jnp.split(B, cuts, axis=1), strict=True)
     return jnp.concatenate([own + jnp.dot(h[g], part) for g, (own, part) in enumerate(pairs)], 1)
-
-
-def expand_one(y, h, B, slices):
-    """One product for all slices' h on top of each other: B is read whole, and never sliced."""
-    G, T, ranks = h.shape
-    every = jnp.dot(h.reshape(G * T, ranks), B, preferred_element_type=jnp.float32)
-    every, parts, start = every.reshape(G, T, -1), [], 0
-    for g, width in enumerate(slices):
-        parts.append(every[g, :, start : start + width])
-        start += width
-    return (y.astype(jnp.float32) + jnp.concatenate(parts, axis=1)).astype(y.dtype)
 
 
 def expand_best(y, h, B, slices):
